@@ -240,7 +240,10 @@ impl CacheLayout {
             ValueStorage::Separate(dim) => dim,
             ValueStorage::PrefixOfKey(_) => 0,
         };
-        self.page_size * self.kv_heads * (self.key_dim + value) * self.dtype.size()
+        self.page_size
+            .saturating_mul(self.kv_heads)
+            .saturating_mul(self.key_dim.saturating_add(value))
+            .saturating_mul(self.dtype.size())
     }
 
     /// Checks that no two elements share an address, which whoever writes tokens must know.
@@ -355,9 +358,9 @@ fn check_strides(
     if page < 0 || slot < 0 || head < 0 {
         return Err(Error::invalid(field, "non-negative strides", format!("{strides:?}")));
     }
-    let span = i128::from(slot) * (page_size as i128 - 1)
-        + i128::from(head) * (kv_heads as i128 - 1)
-        + dim as i128;
+    let span = (i128::from(slot) * (page_size as i128 - 1))
+        .saturating_add(i128::from(head) * (kv_heads as i128 - 1))
+        .saturating_add(dim as i128);
     if span > i128::from(i64::MAX) {
         return Err(Error::Overflow { what: "elements of a page", detail: format!("{strides:?}") });
     }

@@ -92,6 +92,25 @@ impl Band {
         if last.end <= first.start { first.start..first.start } else { first.start..last.end }
     }
 
+    /// (row, key) pairs that are visible, in closed form; saturating.
+    #[must_use]
+    pub fn pairs(self, q_len: usize, kv_len: usize) -> u64 {
+        let (rows, keys) = (q_len as i128, kv_len as i128);
+        let offset = keys - rows;
+        // Each end of a row's interval is its position plus a constant, clamped to the keys; the ends
+        // never cross, so the sum of lengths is the difference of two sums.
+        let sum = |shift: i128| {
+            let zeros = (-shift).clamp(0, rows);
+            let full = (keys - shift).clamp(0, rows).max(zeros);
+            let ramp = full - zeros;
+            ramp.saturating_mul(zeros + full - 1 + 2 * shift) / 2
+                + (rows - full).saturating_mul(keys)
+        };
+        let ends = self.right.map_or(rows.saturating_mul(keys), |r| sum(offset + r as i128 + 1));
+        let starts = self.left.map_or(0, |l| sum(offset - l as i128));
+        u64::try_from(ends - starts).unwrap_or(u64::MAX)
+    }
+
     /// The class of a tile under the band alone; exact.
     #[must_use]
     pub fn tile(

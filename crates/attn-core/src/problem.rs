@@ -391,10 +391,11 @@ impl Problem {
     #[must_use]
     pub fn flops(&self) -> u64 {
         let pairs: u64 = (0..self.lengths().batch()).map(|b| self.band_pairs(b)).sum();
-        let per_pair = 2 * (self.head_dim() + self.value_dim()) as u64 * self.q_heads() as u64;
+        let dims = (self.head_dim() as u64).saturating_add(self.value_dim() as u64);
+        let per_pair = dims.saturating_mul(2).saturating_mul(self.q_heads() as u64);
         match self.pass() {
             Pass::Forward => pairs.saturating_mul(per_pair),
-            Pass::Backward => pairs.saturating_mul(per_pair) / 2 * 5,
+            Pass::Backward => (pairs.saturating_mul(per_pair) / 2).saturating_mul(5),
         }
     }
 
@@ -402,11 +403,7 @@ impl Problem {
     #[must_use]
     pub fn band_pairs(&self, sequence: usize) -> u64 {
         let (q_len, kv_len) = (self.lengths().q(sequence), self.lengths().kv(sequence));
-        let band = self.band();
-        if band.is_open() {
-            return (q_len as u64).saturating_mul(kv_len as u64);
-        }
-        (0..q_len).map(|i| band.row(i, q_len, kv_len).len() as u64).sum()
+        self.band().pairs(q_len, kv_len)
     }
 }
 

@@ -103,7 +103,11 @@ impl Strided {
         let (mut low, mut high) = (self.offset as i128, self.offset as i128);
         for (&extent, &stride) in self.shape.iter().zip(&self.strides) {
             let reach = (extent as i128 - 1) * i128::from(stride);
-            if reach < 0 { low += reach } else { high += reach }
+            if reach < 0 {
+                low = low.saturating_add(reach);
+            } else {
+                high = high.saturating_add(reach);
+            }
         }
         Some((low, high))
     }
@@ -167,7 +171,7 @@ impl Strided {
             if i >= extent {
                 return None;
             }
-            index += i64::try_from(i).ok()? * stride;
+            index = index.checked_add(i64::try_from(i).ok()?.checked_mul(stride)?)?;
         }
         usize::try_from(index).ok()
     }

@@ -69,7 +69,23 @@ fn band_tiles_match_brute_force_at_every_boundary() {
     }
 }
 
+#[test]
+fn band_pairs_of_huge_lengths_need_no_walk() {
+    assert_eq!(Band::CAUSAL.pairs(1 << 32, 1 << 32), (1u64 << 63) + (1 << 31));
+    assert_eq!(Band::OPEN.pairs(1 << 40, 1 << 40), u64::MAX);
+    assert_eq!(Band { left: Some(usize::MAX), right: Some(usize::MAX) }.pairs(3, 5), 15);
+}
+
 proptest! {
+    #[test]
+    fn band_pairs_match_the_rows(
+        q_len in 0usize..20, kv_len in 0usize..20, left in side(), right in side(), causal: bool,
+    ) {
+        let band = Band::new(causal, left, right);
+        let want: usize = (0..q_len).map(|i| band.row(i, q_len, kv_len).len()).sum();
+        prop_assert_eq!(band.pairs(q_len, kv_len), want as u64);
+    }
+
     #[test]
     fn band_rows_are_exact_and_their_union_is_tight(
         q_len in 1usize..20, kv_len in 0usize..20, left in side(), right in side(), causal: bool,
