@@ -5,8 +5,11 @@
 
 use std::fmt;
 
+use crate::caps::HostCaps;
 use crate::dtype::DType;
+use crate::plan::{Split, Tile};
 use crate::problem::{Pass, Problem};
+use crate::units::Bytes;
 
 /// Which engine runs a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -256,8 +259,11 @@ impl fmt::Display for DimRule {
     }
 }
 
+/// Scratch that a call needs beyond inputs and outputs.
+pub type WorkspaceSize = fn(&Problem, &HostCaps, Tile, Split) -> Bytes;
+
 /// One kernel of a catalogue.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct KernelDesc {
     /// Unique name, as plans, records and `disabled_kernels` use it.
     pub name: &'static str,
@@ -279,6 +285,8 @@ pub struct KernelDesc {
     pub features: Features,
     /// Lowest CUDA compute capability; `None` off CUDA.
     pub min_compute: Option<(u32, u32)>,
+    /// The kernel's own sizing of its scratch, so that a plan promises what the engine takes. Pure.
+    pub workspace: WorkspaceSize,
 }
 
 impl KernelDesc {

@@ -20,7 +20,7 @@ pub use crate::caps::{CudaCaps, DeviceCaps, HostCaps};
 pub use crate::dtype::{DType, Element, F8E4M3, F8E5M2};
 pub use crate::error::Error;
 pub use crate::inputs::{ForwardResults, Gradients, Inputs, KvView, Outputs};
-pub use crate::kernel::{DimRule, Engine, Family, Feature, Features, KernelDesc};
+pub use crate::kernel::{DimRule, Engine, Family, Feature, Features, KernelDesc, WorkspaceSize};
 pub use crate::layout::{CacheLayout, LayoutId, PageOrder, PageStrides, ValueStorage};
 pub use crate::mask::{Band, BlockMask, Mask, TileClass};
 pub use crate::online::{OnlineSoftmax, Real};

@@ -207,6 +207,10 @@ struct Inner {
 }
 
 impl Problem {
+    /// The largest head count and head dimension: far above any model, and small enough that the sizes
+    /// of tiles and scratch cannot overflow.
+    pub const MAX_DIM: usize = 1 << 20;
+
     /// Checks a specification.
     ///
     /// # Errors
@@ -453,6 +457,14 @@ fn check_heads(spec: &ProblemSpec, lengths: &Lengths) -> Result<(), Error> {
         if value == 0 {
             return Err(Error::invalid(field, "at least 1", value));
         }
+        if value > Problem::MAX_DIM {
+            let expected = format!("at most {}", Problem::MAX_DIM);
+            return Err(Error::invalid(field, expected, value));
+        }
+    }
+    if spec.q_heads > Problem::MAX_DIM {
+        let expected = format!("at most {}", Problem::MAX_DIM);
+        return Err(Error::invalid("q_heads", expected, spec.q_heads));
     }
     if !spec.q_heads.is_multiple_of(spec.kv_heads) {
         let expected = format!("a multiple of kv_heads {}", spec.kv_heads);

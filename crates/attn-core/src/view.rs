@@ -138,6 +138,9 @@ impl Strided {
     /// # Errors
     /// [`Error::Layout`] with shape and strides.
     pub fn check_disjoint(&self, field: &'static str) -> Result<(), Error> {
+        if self.is_empty() {
+            return Ok(());
+        }
         let mut axes: SmallVec<[(u64, usize); 4]> = self
             .strides
             .iter()
@@ -667,6 +670,7 @@ mod tests {
         assert!(make(&[3, 4], &[0, 1]).is_err());
         assert!(make(&[3, 4], &[3, 1]).is_err());
         assert!(make(&[1, 4], &[0, 1]).is_ok());
+        assert!(make(&[3, 0], &[0, 0]).is_ok());
     }
 
     #[test]

@@ -20,6 +20,8 @@ fn problem_refuses_each_bad_field_by_name() {
         (refusal(|s| s.q_heads = 7), "q_heads"),
         (refusal(|s| s.head_dim = 0), "head_dim"),
         (refusal(|s| s.value_dim = 0), "value_dim"),
+        (refusal(|s| s.head_dim = 1 << 21), "head_dim"),
+        (refusal(|s| s.q_heads = 1 << 21), "q_heads"),
         (refusal(|s| s.kv_lens = vec![5]), "kv_lens"),
         (refusal(|s| s.kv_dtype = DType::F32), "kv_dtype"),
         (refusal(|s| s.scale = Some(f32::NAN)), "scale"),

@@ -1,0 +1,47 @@
+//! Forward kernels that divide the work by keys and merge.
+//!
+//! The invariant: this family is taken where rows are few and keys many, where the caller asks for
+//! it, or where nothing else is left; the plan says which of the three it was.
+
+use attn_core::{Bytes, Engine, Feature, KernelDesc, Phase, Refusal};
+
+use crate::candidate::{Call, Fit, Standard};
+use crate::heuristics;
+
+pub(crate) fn fit(
+    call: &Call<'_>,
+    kernel: &KernelDesc,
+    standard: Standard,
+) -> Result<Fit, Refusal> {
+    let (problem, host) = (call.problem, &call.caps.host);
+    let is_forced = call.options().phase == Some(Phase::Decode);
+    // A kernel for few rows is not there for every batch that a sequence may be part of, and the one
+    // that runs instead rounds differently. Whoever forces the phase accepts a refusal in its place.
+    if call.options().batch_invariant && kernel.max_query_rows.is_some() && !is_forced {
+        return Err(Refusal::Feature(Feature::BatchInvariant));
+    }
+    let is_natural = heuristics::is_decode_shaped(problem, host);
+    // Many rows share their keys better in a tile of query rows; few keys leave nothing to divide.
+    if standard == Standard::Fastest && !is_forced && !is_natural {
+        let why = "a tile of query rows reads these keys once for all rows; dividing the keys gains nothing";
+        return Err(Refusal::Slower(why));
+    }
+    let reason = match (is_forced, is_natural) {
+        (true, _) => "the caller asked for a decode kernel",
+        (false, true) => {
+            "few query rows meet many keys, which are divided among threads and merged"
+        }
+        (false, false) => "no other kernel is left, and a sequence's rows fit this one",
+    };
+    let split = heuristics::decode_split(problem);
+    match (kernel.engine, &call.caps.cuda) {
+        (Engine::Cuda, Some(device)) => {
+            let (tile, shared_memory) = heuristics::device_tile(problem, device)?;
+            Ok(Fit { tile, split, shared_memory, reason })
+        }
+        _ => {
+            let tile = heuristics::decode_tile(problem);
+            Ok(Fit { tile, split, shared_memory: Bytes::ZERO, reason })
+        }
+    }
+}

@@ -1,0 +1,285 @@
+//! Tiles, splits and shared memory as pure functions of problem and machine.
+//!
+//! The invariant: nothing here is measured or looked up at run time, and every number stands beside
+//! its reason. None of it changes a result beyond rounding, and what the caller asked to be batch
+//! invariant never looks at another sequence's length.
+//!
+//! Rows are counted flat: a tile holds all query heads of a group at a position, so that K and V are
+//! read once a group, and a sequence of `q_len` rows has `q_len * group` flat rows a KV head.
+
+use attn_core::{Bytes, CudaCaps, HostCaps, Pass, Problem, Refusal, Split, Tile};
+
+/// Flat query rows of a CPU product tile: three vectors of AVX-512 are the widest block whose sums stay
+/// in registers beside the operands. A tile is computed whole, however few of its rows exist.
+pub const TILE_ROWS: usize = 48;
+
+/// Fewest flat rows of a CPU prefill task: fewer would use a converted block of K and V too briefly.
+pub const TASK_ROWS: usize = 2 * TILE_ROWS;
+
+/// Most flat rows of a CPU prefill task. Converting a block costs what a tenth of a 48-row tile costs, so
+/// that past 2000 rows there is nothing left to save, on a machine with any cache.
+pub const MOST_ROWS: usize = 42 * TILE_ROWS;
+
+/// Most keys of a CPU tile. Scores of 48 rows by 128 keys are 24 KiB and stay in the first-level cache
+/// between the two products; 128 was the fastest of 32 to 512 where it was measured.
+pub const MOST_KEYS: usize = 128;
+
+/// Key tiles are a multiple of this, one cache line of f32.
+pub const KEY_STEP: usize = 16;
+
+/// Keys of a CPU backward tile, which holds weights and their gradients: 24 KiB for 48 rows.
+pub const BACKWARD_KEYS: usize = 64;
+
+/// Keys of a CPU decode tile: as many rows as the kernel addresses one by one in its inner loop.
+pub const DECODE_TILE_KEYS: usize = 64;
+
+/// Fewest and most keys of a decode chunk. A chunk takes all KV heads of its keys along, so 128 of them are
+/// already hundreds of KiB, well past what it costs to hand out a task; and with 512 a sequence of a few
+/// thousand keys still makes a task for every thread of a host.
+pub const CHUNK_KEYS: (usize, usize) = (128, 512);
+
+/// Keys that must be there for each query row before rows count as few. Below this much of the score
+/// matrix is the triangle of the rows' own keys, and one prefill tile holds all of it.
+pub const KEYS_PER_ROW: usize = 16;
+
+/// Whether few rows meet many keys, so that dividing the keys among threads beats dividing the rows.
+///
+/// Either the rows do not fill one prefill tile, which then computes for empty lanes what a decode
+/// kernel would not; or there are fewer tasks of rows than threads, and the rest would idle.
+#[must_use]
+pub fn is_decode_shaped(problem: &Problem, host: &HostCaps) -> bool {
+    let lengths = problem.lengths();
+    let (rows, flat_rows) = (lengths.longest_q(), flat_rows(problem));
+    // A single row has no triangle.
+    let many_keys = rows == 1 || visited_keys(problem) / KEYS_PER_ROW >= rows;
+    let tasks = lengths
+        .batch()
+        .saturating_mul(problem.kv_heads())
+        .saturating_mul(flat_rows.div_ceil(TASK_ROWS));
+    rows > 0 && many_keys && (flat_rows < TILE_ROWS || tasks < host.threads)
+}
+
+/// Keys that the rows of the longest sequence can see: a left window bounds them however long the cache is.
+fn visited_keys(problem: &Problem) -> usize {
+    let lengths = problem.lengths();
+    match problem.band().left {
+        None => lengths.longest_kv(),
+        Some(left) => lengths.longest_kv().min(left.saturating_add(lengths.longest_q())),
+    }
+}
+
+/// Flat query rows a KV head of the longest sequence.
+pub(crate) fn flat_rows(problem: &Problem) -> usize {
+    problem.lengths().longest_q().saturating_mul(problem.group())
+}
+
+/// The tile of the CPU prefill kernel: the rows that share a converted block of K and V, and its keys.
+///
+/// Queries and outputs of the rows take half of the L2, K and V of the keys a quarter, widened to f32; the
+/// last quarter is left to scores, bias and mask. Both are met again for every block and every tile.
+#[must_use]
+pub fn prefill_tile(problem: &Problem, host: &HostCaps) -> Tile {
+    let row = dims(problem).saturating_mul(size_of::<f32>());
+    let rows = l2_part(host, 2) / row / TILE_ROWS * TILE_ROWS;
+    Tile {
+        q: rows.clamp(TILE_ROWS, MOST_ROWS).min(whole_tiles(problem)),
+        kv: tile_keys(problem, l2_part(host, 4) / row),
+    }
+}
+
+/// The tile of the CPU backward kernel: the rows whose dQ one task keeps, and the keys whose dK and dV
+/// another one does.
+///
+/// Both meet the other side tile by tile, so that what they keep takes half of the L2: queries, output
+/// gradients and dQ of the rows; K, V and their gradients of the keys.
+#[must_use]
+pub fn backward_tile(problem: &Problem, host: &HostCaps) -> Tile {
+    let half = l2_part(host, 2) / size_of::<f32>();
+    let row = dims(problem).saturating_add(2 * problem.head_dim());
+    let keys = half / dims(problem).saturating_mul(2) / BACKWARD_KEYS * BACKWARD_KEYS;
+    let there = problem.lengths().longest_kv().clamp(1, MOST_ROWS);
+    Tile {
+        q: (half / row / TILE_ROWS * TILE_ROWS)
+            .clamp(TILE_ROWS, MOST_ROWS)
+            .min(whole_tiles(problem)),
+        kv: keys.clamp(BACKWARD_KEYS, MOST_ROWS).min(there.next_multiple_of(BACKWARD_KEYS)),
+    }
+}
+
+/// Keys of a tile that fit, within bounds, and no more than there are: cutting a tile at the end of
+/// the longest sequence moves no tile boundary.
+fn tile_keys(problem: &Problem, fit: usize) -> usize {
+    let there = problem.lengths().longest_kv().clamp(1, MOST_KEYS).next_multiple_of(KEY_STEP);
+    (fit / KEY_STEP * KEY_STEP).clamp(KEY_STEP, MOST_KEYS).min(there)
+}
+
+/// Flat rows of the longest sequence, in whole tiles.
+fn whole_tiles(problem: &Problem) -> usize {
+    flat_rows(problem).clamp(1, MOST_ROWS).next_multiple_of(TILE_ROWS)
+}
+
+/// The tile of the CPU decode kernel: all flat rows of a KV head, and its keys.
+#[must_use]
+pub fn decode_tile(problem: &Problem) -> Tile {
+    let there = problem.lengths().longest_kv().clamp(1, DECODE_TILE_KEYS);
+    Tile { q: flat_rows(problem).max(1), kv: there.next_multiple_of(KEY_STEP) }
+}
+
+/// How a decode kernel divides the keys that a sequence sees: as the caller asked, or in chunks of a
+/// fixed size.
+///
+/// A chunk leaves one f32 row and its sum behind for each query head where it read `chunk` rows of K and of V
+/// for each KV head: 128 keys of f32, or 256 of a 16-bit type, for each head of a group keep what is
+/// written and read back for the merge at 1 % of that. The size depends on no length, so that a
+/// sequence is cut alike in every batch; one from the number of idle threads would fill them better and
+/// change bits with the batch.
+#[must_use]
+pub fn decode_split(problem: &Problem) -> Split {
+    if let Some(parts) = problem.options().num_splits {
+        return Split::Parts(parts);
+    }
+    let (least, most) = CHUNK_KEYS;
+    let keys = problem.group().saturating_mul(512 / problem.kv_dtype().size());
+    Split::Chunks(keys.clamp(least, most))
+}
+
+/// Tiles of device kernels, largest first: a larger one reads K and V for more rows.
+const DEVICE_TILES: [Tile; 6] = [
+    Tile { q: 128, kv: 128 },
+    Tile { q: 128, kv: 64 },
+    Tile { q: 64, kv: 64 },
+    Tile { q: 64, kv: 32 },
+    Tile { q: 32, kv: 32 },
+    SMALLEST_TILE,
+];
+
+/// The tile of a single matrix instruction.
+const SMALLEST_TILE: Tile = Tile { q: 16, kv: 16 };
+
+/// The largest tile whose operands fit the shared memory of a block, and the bytes it takes.
+///
+/// A block holds one tile of queries and, so that loads overlap arithmetic, two of K and V. A backward block
+/// also holds the output's gradient and one tile of scores in the query's type.
+///
+/// # Errors
+/// [`Refusal::SharedMemory`] with the need of the smallest tile.
+pub fn device_tile(problem: &Problem, device: &CudaCaps) -> Result<(Tile, Bytes), Refusal> {
+    let is_invariant = problem.options().batch_invariant;
+    let mut needs = Bytes::ZERO;
+    for tile in DEVICE_TILES {
+        // Rows that do not exist are not worth their memory. But how many exist in the longest sequence
+        // is no business of the others, when the caller says so.
+        if !is_invariant && tile.q > SMALLEST_TILE.q && tile.q / 2 >= flat_rows(problem) {
+            continue;
+        }
+        needs = device_bytes(problem, tile);
+        if needs <= device.smem_per_block {
+            return Ok((tile, needs));
+        }
+    }
+    Err(Refusal::SharedMemory { needs, has: device.smem_per_block })
+}
+
+fn device_bytes(problem: &Problem, tile: Tile) -> Bytes {
+    let (q, kv) = (problem.q_dtype().size(), problem.kv_dtype().size());
+    let forward = Bytes::of(tile.q.saturating_mul(problem.head_dim()), q)
+        + Bytes::of((2 * tile.kv).saturating_mul(dims(problem)), kv);
+    if problem.pass() == Pass::Backward {
+        let row = problem.value_dim().saturating_add(tile.kv);
+        forward + Bytes::of(tile.q.saturating_mul(row), q)
+    } else {
+        forward
+    }
+}
+
+/// Elements of a key and a value row. Sizes saturate here and below: a problem without rows may state any
+/// dimension.
+fn dims(problem: &Problem) -> usize {
+    problem.head_dim().saturating_add(problem.value_dim())
+}
+
+/// One of `parts` equal parts of the L2, in bytes.
+fn l2_part(host: &HostCaps, parts: u64) -> usize {
+    usize::try_from(host.l2.0 / parts).unwrap_or(usize::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use attn_core::{DType, ProblemSpec};
+
+    use super::*;
+
+    const HOST: HostCaps = HostCaps { threads: 2, l2: Bytes(2 << 20) };
+
+    fn problem(q: &[usize], kv: &[usize], heads: (usize, usize), dim: usize) -> Problem {
+        Problem::new(ProblemSpec::new(DType::F32, heads.0, heads.1, dim, q, kv)).expect("valid")
+    }
+
+    #[test]
+    fn prefill_tile_stays_within_its_parts_of_the_l2() {
+        for (dim, rows, keys) in
+            [(64, 2016, 128), (128, 1008, 128), (512, 240, 128), (2048, 48, 32)]
+        {
+            let tile = prefill_tile(&problem(&[4096], &[4096], (8, 8), dim), &HOST);
+            assert_eq!(tile, Tile { q: rows, kv: keys }, "{dim}");
+            assert!((tile.q * 2 * dim * 4) as u64 <= HOST.l2.0 / 2, "{dim}");
+            assert!((tile.kv * 2 * dim * 4) as u64 <= HOST.l2.0 / 4, "{dim}");
+        }
+    }
+
+    #[test]
+    fn tile_is_no_larger_than_the_call() {
+        let tile = prefill_tile(&problem(&[10], &[20], (8, 2), 64), &HOST);
+        assert_eq!(tile, Tile { q: TILE_ROWS, kv: 32 });
+    }
+
+    #[test]
+    fn tile_stays_valid_at_extremes() {
+        let tiny = HostCaps { threads: 0, l2: Bytes(0) };
+        let huge = HostCaps { threads: usize::MAX, l2: Bytes(u64::MAX) };
+        for host in [&tiny, &HOST, &huge] {
+            for (q, kv) in [(&[][..], &[][..]), (&[0], &[0]), (&[1], &[7]), (&[9], &[1 << 40])] {
+                let problem = problem(q, kv, (4, 2), 72);
+                for tile in [
+                    prefill_tile(&problem, host),
+                    backward_tile(&problem, host),
+                    decode_tile(&problem),
+                ] {
+                    assert!(tile.q >= 1 && tile.kv >= KEY_STEP, "{tile:?}");
+                    assert!(tile.kv <= MOST_ROWS, "{tile:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn decode_chunks_grow_with_the_group_alone() {
+        let alone = problem(&[1], &[700], (8, 2), 128);
+        let batch = problem(&[1, 4, 1], &[700, 9000, 3], (8, 2), 128);
+        assert_eq!(decode_split(&alone), decode_split(&batch));
+        assert_eq!(decode_split(&alone), Split::Chunks(512));
+        assert_eq!(decode_split(&problem(&[1], &[700], (8, 8), 128)), Split::Chunks(128));
+    }
+
+    #[test]
+    fn device_tile_shrinks_until_it_fits() {
+        let device = |smem| CudaCaps {
+            name: "made up".to_owned(),
+            compute: (8, 0),
+            sm_count: 10,
+            smem_per_block: Bytes(smem),
+            memory: Bytes(1 << 30),
+        };
+        let p = problem(&[512], &[512], (8, 2), 128);
+        let (large, bytes) = device_tile(&p, &device(512 << 10)).expect("fits");
+        assert_eq!(
+            (large, bytes),
+            (Tile { q: 128, kv: 128 }, Bytes((128 * 128 + 2 * 128 * 256) * 4))
+        );
+        let (small, bytes) = device_tile(&p, &device(100 << 10)).expect("fits");
+        assert_eq!(small, Tile { q: 64, kv: 32 });
+        assert!(bytes <= Bytes(100 << 10));
+        let refusal = device_tile(&p, &device(1 << 10)).expect_err("too small");
+        assert!(matches!(refusal, Refusal::SharedMemory { has: Bytes(1024), .. }), "{refusal}");
+    }
+}

@@ -1,0 +1,19 @@
+#![doc = include_str!("../README.md")]
+
+mod backward;
+mod cache;
+mod candidate;
+mod choose;
+mod decode;
+mod error;
+mod explain;
+pub mod heuristics;
+mod prefill;
+
+pub use crate::cache::PlanCache;
+pub use crate::choose::choose;
+pub use crate::error::Error;
+pub use crate::explain::{Explanation, explain};
+
+#[cfg(test)]
+mod tests;
