@@ -1,0 +1,170 @@
+//! The CPU engine: executes plans on worker threads.
+//!
+//! The invariant: every check of the data happens before a kernel starts, and a kernel that starts
+//! finishes. The engine never picks a kernel: a plan that is not for it is an error, because running
+//! something else would make the plan's reason a lie.
+
+use std::num::NonZero;
+use std::thread;
+
+use attn_core::{
+    Bytes, DeviceCaps, Engine, Family, ForwardResults, Gradients, HostCaps, Inputs, Outputs, Pass,
+    Plan, TensorView, TensorViewMut, View, ViewMut,
+};
+
+use super::simd::{Level, Simd};
+use super::workers::Workers;
+use super::workspace::Workspace;
+use super::{backward, decode, merge, prefill};
+use crate::error::Error;
+
+/// A pool of worker threads and the instruction set they use.
+///
+/// ```
+/// use attn_kernels::cpu::{CpuEngine, Level};
+///
+/// let engine = CpuEngine::with(2, Level::Portable)?;
+/// assert_eq!((engine.caps().host.threads, engine.level()), (2, Level::Portable));
+/// # Ok::<(), attn_kernels::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct CpuEngine {
+    simd: Simd,
+    pool: rayon::ThreadPool,
+    host: HostCaps,
+}
+
+impl CpuEngine {
+    /// An engine with a thread for each available processor and the best instruction set here.
+    ///
+    /// # Errors
+    /// [`Error::Threads`] when they cannot be started.
+    pub fn new() -> Result<Self, Error> {
+        Self::with(thread::available_parallelism().map_or(1, NonZero::get), Level::detect())
+    }
+
+    /// An engine with a number of threads (at least 1) and an instruction set.
+    ///
+    /// # Errors
+    /// [`Error::Level`] when this processor lacks it; [`Error::Threads`] when threads cannot be started.
+    pub fn with(threads: usize, level: Level) -> Result<Self, Error> {
+        let threads = threads.max(1);
+        let simd = Simd::with_level(level).ok_or(Error::Level(level.name()))?;
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .thread_name(|n| format!("attn-{n}"))
+            .build()
+            .map_err(|source| Error::Threads { threads, source: Box::new(source) })?;
+        Ok(Self { simd, pool, host: HostCaps { threads, l2: second_level_cache() } })
+    }
+
+    /// What this engine offers to a selector: its threads, no device.
+    #[must_use]
+    pub fn caps(&self) -> DeviceCaps {
+        DeviceCaps { host: self.host.clone(), cuda: None }
+    }
+
+    /// The instruction set in use.
+    #[must_use]
+    pub fn level(&self) -> Level {
+        self.simd.level()
+    }
+
+    /// Runs a forward plan. Padding rows are written too: 0, and -inf for the LSE.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for a plan of another engine or pass; [`Error::Call`] for data that does not fit the
+    /// plan's problem; [`Error::OutOfMemory`] when the workspace cannot grow. Nothing was written then.
+    pub fn forward(
+        &self,
+        plan: &Plan,
+        inputs: &Inputs<'_>,
+        outputs: &mut Outputs<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<(), Error> {
+        if plan.engine != Engine::Cpu || plan.problem.pass() != Pass::Forward {
+            return Err(unexpected("a forward plan of the CPU engine", plan));
+        }
+        let problem = &plan.problem;
+        inputs.check(problem)?;
+        outputs.check(problem)?;
+        let (workers, threads) = (self.workers(), self.host.threads);
+        match plan.family {
+            Family::Prefill => {
+                let elements = prefill::workspace(problem, plan.tile, threads);
+                let scratch = workspace.reserve(elements)?;
+                Ok(prefill::forward(&workers, plan, inputs, outputs, scratch)?)
+            }
+            Family::Decode => {
+                let elements = decode::workspace(problem, plan.tile, plan.split, threads);
+                let scratch = workspace.reserve(elements)?;
+                Ok(decode::forward(&workers, plan, inputs, outputs, scratch)?)
+            }
+            Family::Backward => Err(unexpected("a forward plan of the CPU engine", plan)),
+        }
+    }
+
+    /// Runs a backward plan on the results of a forward of the same problem.
+    ///
+    /// # Errors
+    /// As [`CpuEngine::forward`].
+    pub fn backward(
+        &self,
+        plan: &Plan,
+        inputs: &Inputs<'_>,
+        results: &ForwardResults<'_>,
+        gradients: &mut Gradients<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<(), Error> {
+        let problem = &plan.problem;
+        if plan.engine != Engine::Cpu || plan.family != Family::Backward {
+            return Err(unexpected("a backward plan of the CPU engine", plan));
+        }
+        inputs.check(problem)?;
+        results.check(problem)?;
+        gradients.check(problem, inputs)?;
+        let elements = backward::workspace(problem, plan.tile, self.host.threads);
+        let scratch = workspace.reserve(elements)?;
+        Ok(backward::gradients(&self.workers(), plan, inputs, results, gradients, scratch)?)
+    }
+
+    /// Joins two attention states over disjoint key sets: `(0, -inf)` is neutral.
+    ///
+    /// Source: the merge of [`attn_core::OnlineSoftmax`], on finished states.
+    /// Shapes: outputs `[rows, heads, value_dim]`, LSEs `[rows, heads]`.
+    ///
+    /// # Errors
+    /// [`Error::Call`] when shapes or types differ; nothing was written then.
+    pub fn merge(
+        &self,
+        a: (&TensorView<'_>, &View<'_, f32>),
+        b: (&TensorView<'_>, &View<'_, f32>),
+        o: &mut TensorViewMut<'_>,
+        lse: &mut ViewMut<'_, f32>,
+    ) -> Result<(), Error> {
+        Ok(merge::merge_states(a, b, o, lse)?)
+    }
+
+    const fn workers(&self) -> Workers<'_> {
+        Workers { simd: self.simd, pool: &self.pool }
+    }
+}
+
+fn unexpected(expected: &'static str, plan: &Plan) -> Error {
+    Error::Plan { expected, got: format!("{} ({}, {})", plan.kernel, plan.engine, plan.family) }
+}
+
+/// The second-level cache of one core, where the system says; otherwise 1 MiB, which every current
+/// server core has.
+fn second_level_cache() -> Bytes {
+    let stated = std::fs::read_to_string("/sys/devices/system/cpu/cpu0/cache/index2/size");
+    let bytes = stated.ok().and_then(|text| {
+        let text = text.trim();
+        let (digits, shift) = match text.strip_suffix('K') {
+            Some(digits) => (digits, 10),
+            None => (text.strip_suffix('M')?, 20),
+        };
+        digits.parse::<u64>().ok()?.checked_shl(shift)
+    });
+    bytes.map_or(HostCaps::default().l2, Bytes)
+}
