@@ -187,8 +187,7 @@ mod tests {
         ] {
             let (kernel, promised, held) = promised_and_held(spec);
             assert_eq!(kernel, expected);
-            // The engine adds a cache line to start on one.
-            assert_eq!(held, promised + Bytes(64), "{kernel}");
+            assert_eq!(held, promised, "{kernel}");
         }
     }
 }

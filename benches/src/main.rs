@@ -1,0 +1,79 @@
+//! `attn-bench`: every verb that touches a kernel or a device.
+//!
+//! The invariant: this file only dispatches. Exit codes are 0 for work done, 1 for work that failed, and 2
+//! for a command line that makes no sense.
+
+mod case;
+mod demo;
+mod download;
+mod machine;
+mod memory;
+mod model;
+mod peers;
+#[cfg(test)]
+mod support;
+mod validate;
+
+use std::error::Error;
+use std::process::ExitCode;
+
+use clap::Parser;
+
+/// Exact attention: the main job, the black-box cases and the records.
+#[derive(Debug, Parser)]
+#[command(version)]
+struct Cli {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Verb {
+    /// Answer black-box cases: one folder each, one result each.
+    Case(case::Args),
+    /// Generate text with a real language model, every attention call by this workspace.
+    Demo(demo::Args),
+    /// Measure the peak memory of one long prefill.
+    Memory(memory::Args),
+    /// Time the CPU engine beside PyTorch, candle-nn, a matrix product and a memory read.
+    Peers(peers::Args),
+    /// Judge every engine, instruction set and strategy on the corpus.
+    Validate(validate::Args),
+}
+
+type Failure = (u8, Box<dyn Error>);
+
+fn main() -> ExitCode {
+    let outcome: Result<(), Failure> = match Cli::parse().verb {
+        Verb::Case(args) => case::run(&args).map_err(|error| match error {
+            case::Error::Misuse { .. } => (2, error.into()),
+            case::Error::Write { .. } => (1, error.into()),
+        }),
+        Verb::Demo(args) => demo::run(&args).map_err(failed),
+        Verb::Memory(args) => memory::run(&args).map_err(failed),
+        Verb::Peers(args) => peers::run(&args).map_err(failed),
+        Verb::Validate(args) => validate::run(&args).map_err(failed),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err((code, error)) => {
+            complain(&*error);
+            ExitCode::from(code)
+        }
+    }
+}
+
+fn failed(error: impl Error + 'static) -> Failure {
+    (1, error.into())
+}
+
+/// Prints an error and its causes.
+#[expect(clippy::print_stderr, reason = "the one place where the program speaks of failure")]
+fn complain(error: &dyn Error) {
+    eprintln!("attn-bench: {error}");
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        eprintln!("  because {error}");
+        cause = error.source();
+    }
+}
