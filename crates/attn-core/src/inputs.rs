@@ -104,12 +104,18 @@ pub struct Gradients<'a> {
 }
 
 impl<'a> Inputs<'a> {
-    /// A dense call without masks, biases, sinks or scales.
+    /// A dense call without masks, biases, sinks or scales; the rest is set by field.
     #[must_use]
     pub const fn dense(q: TensorView<'a>, k: TensorView<'a>, v: TensorView<'a>) -> Self {
+        Self::new(q, KvView::Dense { k, v })
+    }
+
+    /// A call over dense or paged keys without masks, biases, sinks or scales; the rest is set by field.
+    #[must_use]
+    pub const fn new(q: TensorView<'a>, kv: KvView<'a>) -> Self {
         Self {
             q,
-            kv: KvView::Dense { k, v },
+            kv,
             mask: None,
             block_mask: None,
             bias: None,
@@ -216,18 +222,6 @@ impl<'a> Inputs<'a> {
             mask = mask.with_keep(plane("mask", view, &pair_shape(problem), sequence, head)?)?;
         }
         Ok(mask)
-    }
-
-    /// Whether the mask depends on the query head.
-    #[must_use]
-    pub fn mask_varies_by_head(&self) -> bool {
-        let heads = |view: &Option<View<'a, u8>>| {
-            view.as_ref().is_some_and(|v| {
-                let shape = v.shape();
-                shape.len() >= 3 && shape[shape.len() - 3] > 1
-            })
-        };
-        heads(&self.mask) || heads(&self.block_mask)
     }
 
     /// The bias of one sequence and query head, `[longest q, longest kv]` with stride 0 along broadcast axes.

@@ -58,10 +58,18 @@ pub struct PageStrides {
 }
 
 impl PageStrides {
-    /// The element offset of `(page, slot, head)`, computed in 64 bits.
+    /// The element offset of `(page, slot, head)`, computed in 64 bits and saturating, so that an absurd
+    /// page lies past every buffer instead of wrapping into one.
     #[must_use]
     pub const fn offset(&self, page: usize, slot: usize, head: usize) -> i64 {
-        page as i64 * self.page + slot as i64 * self.slot + head as i64 * self.head
+        const fn step(index: usize, stride: i64) -> i64 {
+            let index =
+                if index > i64::MAX as usize { i64::MAX } else { index.cast_signed() as i64 };
+            index.saturating_mul(stride)
+        }
+        step(page, self.page)
+            .saturating_add(step(slot, self.slot))
+            .saturating_add(step(head, self.head))
     }
 }
 
@@ -483,5 +491,6 @@ mod tests {
     fn offsets_pass_two_to_the_31() {
         let l = layout(PageOrder::Nhd);
         assert_eq!(l.key_offset(1 << 30, 0, 0), (1i64 << 30) * 96);
+        assert_eq!(l.key_offset(usize::MAX, 3, 2), i64::MAX);
     }
 }

@@ -112,7 +112,7 @@ impl<F: Real> OnlineSoftmax<F> {
     #[must_use]
     pub fn from_finished(output: &[F], lse: F) -> Self {
         let mut state = Self::new(output.len());
-        if lse > F::NEG_INFINITY {
+        if lse != F::NEG_INFINITY {
             state.max = lse;
             state.sum = F::ZERO.exp();
             state.output.copy_from_slice(output);
@@ -137,6 +137,8 @@ impl<F: Real> OnlineSoftmax<F> {
         F: 'v,
     {
         let tile_max = scores.iter().fold(F::NEG_INFINITY, |m, &s| m.larger(s));
+        // A NaN score must not vanish behind the maximum of the others.
+        let tile_max = scores.iter().copied().find(|&s| is_nan(s)).unwrap_or(tile_max);
         if !self.raise(tile_max) {
             return;
         }
@@ -146,7 +148,8 @@ impl<F: Real> OnlineSoftmax<F> {
             }
             let weight = score.minus(self.max).exp();
             self.sum = self.sum.plus(weight);
-            for (o, &v) in self.output.iter_mut().zip(value(j)) {
+            let row = &value(j)[..self.output.len()];
+            for (o, &v) in self.output.iter_mut().zip(row) {
                 *o = o.plus(weight.times(v));
             }
         }
@@ -191,10 +194,10 @@ impl<F: Real> OnlineSoftmax<F> {
     }
 
     /// Raises the maximum to at least `score`, rescaling what is there. Returns whether the state has
-    /// a finite maximum afterwards, so that differences to it are meaningful.
+    /// any weight afterwards, so that differences to the maximum are meaningful; a NaN stays one.
     fn raise(&mut self, score: F) -> bool {
-        if score > self.max {
-            if self.max > F::NEG_INFINITY {
+        if score > self.max || is_nan(score) {
+            if self.max != F::NEG_INFINITY {
                 let factor = self.max.minus(score).exp();
                 self.sum = self.sum.times(factor);
                 for o in &mut self.output {
@@ -203,8 +206,13 @@ impl<F: Real> OnlineSoftmax<F> {
             }
             self.max = score;
         }
-        self.max > F::NEG_INFINITY
+        self.max != F::NEG_INFINITY
     }
+}
+
+/// A NaN is the only value that is not in order with itself.
+fn is_nan<F: Real>(x: F) -> bool {
+    x.partial_cmp(&x).is_none()
 }
 
 #[cfg(test)]
@@ -323,6 +331,27 @@ mod tests {
         let mut alone = OnlineSoftmax::<f32>::new(1);
         alone.push_sink(1.5);
         assert_eq!(alone.finish(), (vec![0.0], 1.5));
+    }
+
+    #[test]
+    fn nan_is_never_taken_for_an_empty_row() {
+        let ends_in_nan = |state: OnlineSoftmax<f64>| {
+            let (o, lse) = state.finish();
+            assert!(lse.is_nan() && o[0].is_nan(), "{o:?}, {lse}");
+        };
+        for scores in [&[f64::NAN][..], &[0.0, f64::NAN], &[f64::NAN, 5.0]] {
+            let mut s = OnlineSoftmax::new(1);
+            s.push(scores, |_| &[1.0]);
+            ends_in_nan(s);
+        }
+        let mut late = OnlineSoftmax::new(1);
+        late.push(&[1.0], |_| &[1.0]);
+        late.push_sink(f64::NAN);
+        ends_in_nan(late);
+        let mut merged = OnlineSoftmax::new(1);
+        merged.push(&[1.0], |_| &[1.0]);
+        merged.merge(&OnlineSoftmax::from_finished(&[1.0], f64::NAN));
+        ends_in_nan(merged);
     }
 
     #[test]

@@ -26,7 +26,7 @@ pub enum Split {
     Whole,
     /// In chunks of this many keys, the last one shorter.
     Chunks(usize),
-    /// In this many nearly equal parts, whatever the length.
+    /// In at most this many nearly equal parts, whatever the length; 0 counts as 1.
     Parts(usize),
 }
 
@@ -37,7 +37,7 @@ impl Split {
         let keys = match self {
             Self::Whole => kv_len,
             Self::Chunks(keys) => keys,
-            Self::Parts(parts) => kv_len.div_ceil(parts),
+            Self::Parts(parts) => kv_len.div_ceil(if parts == 0 { 1 } else { parts }),
         };
         if keys == 0 { 1 } else { keys }
     }
@@ -212,7 +212,15 @@ mod tests {
 
     #[test]
     fn split_covers_every_key_once() {
-        for split in [Split::Whole, Split::Chunks(5), Split::Parts(3), Split::Parts(40)] {
+        for split in [
+            Split::Whole,
+            Split::Chunks(5),
+            Split::Chunks(0),
+            Split::Parts(3),
+            Split::Parts(40),
+            Split::Parts(0),
+            Split::Parts(usize::MAX),
+        ] {
             for kv_len in 0..30 {
                 let (keys, parts) = (split.keys(kv_len), split.parts(kv_len));
                 assert!(parts >= 1 && keys >= 1);

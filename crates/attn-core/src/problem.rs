@@ -394,7 +394,8 @@ impl Problem {
     /// (five products in a backward).
     #[must_use]
     pub fn flops(&self) -> u64 {
-        let pairs: u64 = (0..self.lengths().batch()).map(|b| self.band_pairs(b)).sum();
+        let pairs =
+            (0..self.lengths().batch()).map(|b| self.band_pairs(b)).fold(0, u64::saturating_add);
         let dims = (self.head_dim() as u64).saturating_add(self.value_dim() as u64);
         let per_pair = dims.saturating_mul(2).saturating_mul(self.q_heads() as u64);
         match self.pass() {
@@ -434,13 +435,45 @@ impl Hash for Problem {
 }
 
 /// The plain fields that make two problems equal, floats by their bits.
+///
+/// Taken apart without `..`, so that a new field cannot be left out: a plan cache would return the plan
+/// of another problem.
 fn key(spec: &ProblemSpec, scale: f32) -> impl Hash + PartialEq + use<> {
+    let &ProblemSpec {
+        pass,
+        q_dtype,
+        kv_dtype,
+        q_heads,
+        kv_heads,
+        head_dim,
+        value_dim,
+        // Compared as `Lengths`.
+        q_lens: _,
+        kv_lens: _,
+        q_arrangement,
+        // Compared beside this key, for they are not `Copy`.
+        kv: _,
+        options: _,
+        // Its resolved value counts.
+        scale: _,
+        softcap,
+        causal,
+        window_left,
+        window_right,
+        mask,
+        block_mask,
+        bias,
+        alibi,
+        sinks,
+        want_dsinks,
+        want_dbias,
+    } = spec;
     (
-        (spec.pass, spec.q_dtype, spec.kv_dtype, spec.q_arrangement),
-        (spec.q_heads, spec.kv_heads, spec.head_dim, spec.value_dim),
-        (scale.to_bits(), spec.softcap.map(f32::to_bits)),
-        (spec.causal, spec.window_left, spec.window_right, spec.mask, spec.block_mask),
-        (spec.bias, spec.alibi, spec.sinks, spec.want_dsinks, spec.want_dbias),
+        (pass, q_dtype, kv_dtype, q_arrangement),
+        (q_heads, kv_heads, head_dim, value_dim),
+        (scale.to_bits(), softcap.map(f32::to_bits)),
+        (causal, window_left, window_right, mask, block_mask),
+        (bias, alibi, sinks, want_dsinks, want_dbias),
     )
 }
 

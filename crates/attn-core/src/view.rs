@@ -79,10 +79,13 @@ impl Strided {
         self.shape.contains(&0)
     }
 
-    /// The number of elements.
+    /// The number of elements, saturating: broadcast axes can name more than there is memory.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.shape.iter().product()
+        if self.is_empty() {
+            return 0;
+        }
+        self.shape.iter().fold(1, |n: usize, &extent| n.saturating_mul(extent))
     }
 
     /// Whether neighbours along the last axis are adjacent (or there are none).
@@ -532,6 +535,18 @@ pub enum TensorView<'a> {
     F8E5M2(View<'a, F8E5M2>),
 }
 
+macro_rules! impl_from_view {
+    ($($element:ty => $variant:ident),*) => {
+        $(impl<'a> From<View<'a, $element>> for TensorView<'a> {
+            fn from(view: View<'a, $element>) -> Self {
+                Self::$variant(view)
+            }
+        })*
+    };
+}
+
+impl_from_view!(f32 => F32, f16 => F16, bf16 => BF16, F8E4M3 => F8E4M3, F8E5M2 => F8E5M2);
+
 impl TensorView<'_> {
     /// The element type.
     #[must_use]
@@ -586,6 +601,18 @@ pub enum TensorViewMut<'a> {
     /// bfloat16.
     BF16(ViewMut<'a, bf16>),
 }
+
+macro_rules! impl_from_view_mut {
+    ($($element:ty => $variant:ident),*) => {
+        $(impl<'a> From<ViewMut<'a, $element>> for TensorViewMut<'a> {
+            fn from(view: ViewMut<'a, $element>) -> Self {
+                Self::$variant(view)
+            }
+        })*
+    };
+}
+
+impl_from_view_mut!(f32 => F32, f16 => F16, bf16 => BF16);
 
 impl TensorViewMut<'_> {
     /// The element type.

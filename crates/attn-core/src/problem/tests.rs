@@ -76,7 +76,7 @@ fn empty_problems_are_problems() {
 fn equality_follows_every_field() {
     let base = Problem::new(spec()).expect("valid");
     assert_eq!(base, Problem::new(spec()).expect("valid"));
-    let edits: [fn(&mut ProblemSpec); 12] = [
+    let edits: [fn(&mut ProblemSpec); 25] = [
         |s| s.q_dtype = DType::F16,
         |s| s.causal = true,
         |s| s.window_left = Some(3),
@@ -89,6 +89,19 @@ fn equality_follows_every_field() {
         |s| s.options.num_splits = Some(2),
         |s| s.options.disabled_kernels = vec!["x".to_owned()],
         |s| s.kv_dtype = DType::F8E4M3,
+        |s| s.pass = Pass::Backward,
+        |s| s.q_heads = 4,
+        |s| s.kv_heads = 4,
+        |s| s.head_dim = 65,
+        |s| s.value_dim = 65,
+        |s| s.window_right = Some(3),
+        |s| s.mask = true,
+        |s| s.block_mask = Some(BlockSizes { q: 1, kv: 2 }),
+        |s| s.bias = true,
+        |s| s.alibi = true,
+        |s| s.options.deterministic = true,
+        |s| s.options.batch_invariant = true,
+        |s| s.options.phase = Some(Phase::Decode),
     ];
     for (n, edit) in edits.iter().enumerate() {
         let mut s = spec();

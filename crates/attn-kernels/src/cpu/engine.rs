@@ -16,6 +16,7 @@ use super::simd::{Level, Simd};
 use super::workers::Workers;
 use super::workspace::Workspace;
 use super::{backward, decode, merge, prefill};
+use crate::catalog::catalog;
 use crate::error::Error;
 
 /// A pool of worker threads and the instruction set they use.
@@ -82,9 +83,7 @@ impl CpuEngine {
         outputs: &mut Outputs<'_>,
         workspace: &mut Workspace,
     ) -> Result<(), Error> {
-        if plan.engine != Engine::Cpu || plan.problem.pass() != Pass::Forward {
-            return Err(unexpected("a forward plan of the CPU engine", plan));
-        }
+        check_plan(plan, Pass::Forward, "a forward plan of the CPU engine")?;
         let problem = &plan.problem;
         inputs.check(problem)?;
         outputs.check(problem)?;
@@ -117,9 +116,7 @@ impl CpuEngine {
         workspace: &mut Workspace,
     ) -> Result<(), Error> {
         let problem = &plan.problem;
-        if plan.engine != Engine::Cpu || plan.family != Family::Backward {
-            return Err(unexpected("a backward plan of the CPU engine", plan));
-        }
+        check_plan(plan, Pass::Backward, "a backward plan of the CPU engine")?;
         inputs.check(problem)?;
         results.check(problem)?;
         gradients.check(problem, inputs)?;
@@ -150,8 +147,27 @@ impl CpuEngine {
     }
 }
 
+/// Checks that a plan names a kernel of this engine that states it takes such rows. A plan may be made by
+/// hand, so that what a selector would have seen to is not taken for granted.
+fn check_plan(plan: &Plan, pass: Pass, expected: &'static str) -> Result<(), Error> {
+    let kernel = catalog().iter().find(|kernel| {
+        kernel.engine == Engine::Cpu && kernel.name == plan.kernel && kernel.family == plan.family
+    });
+    let longest = plan.problem.lengths().longest_q();
+    let fits = kernel.is_some_and(|kernel| {
+        kernel.pass() == pass && kernel.max_query_rows.is_none_or(|most| longest <= most)
+    });
+    if fits && plan.engine == Engine::Cpu && plan.problem.pass() == pass {
+        Ok(())
+    } else {
+        Err(unexpected(expected, plan))
+    }
+}
+
 fn unexpected(expected: &'static str, plan: &Plan) -> Error {
-    Error::Plan { expected, got: format!("{} ({}, {})", plan.kernel, plan.engine, plan.family) }
+    let Plan { kernel, engine, family, problem, .. } = plan;
+    let rows = problem.lengths().longest_q();
+    Error::Plan { expected, got: format!("{kernel} ({engine}, {family}) for {rows} query rows") }
 }
 
 /// The second-level cache of one core, where the system says; otherwise 1 MiB, which every current
@@ -167,4 +183,73 @@ fn second_level_cache() -> Bytes {
         digits.parse::<u64>().ok()?.checked_shl(shift)
     });
     bytes.map_or(HostCaps::default().l2, Bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use attn_core::{DType, Problem, ProblemSpec, Split, Tile};
+
+    use super::*;
+
+    fn plan(kernel: &'static str, family: Family, rows: usize) -> Plan {
+        let spec = ProblemSpec::new(DType::F32, 1, 1, 4, &[rows], &[3]);
+        Plan {
+            problem: Problem::new(spec).expect("valid"),
+            kernel,
+            engine: Engine::Cpu,
+            family,
+            tile: Tile { q: 48, kv: 64 },
+            split: Split::Whole,
+            workspace: Bytes::ZERO,
+            shared_memory: Bytes::ZERO,
+            reason: "a test",
+            rejects: Vec::new(),
+        }
+    }
+
+    fn run(plan: &Plan) -> Result<(), Error> {
+        let rows = plan.problem.lengths().total_q();
+        let (x, mut o) = (vec![0f32; rows.max(3) * 4], vec![0f32; rows * 4]);
+        let view = |rows: usize| {
+            TensorView::from(View::contiguous("x", &x[..rows * 4], &[rows, 1, 4]).expect("fits"))
+        };
+        let o = ViewMut::contiguous("o", &mut o, &[rows, 1, 4]).expect("fits");
+        CpuEngine::with(1, Level::Portable)?.forward(
+            plan,
+            &Inputs::dense(view(rows), view(3), view(3)),
+            &mut Outputs { o: o.into(), lse: None },
+            &mut Workspace::new(),
+        )
+    }
+
+    #[test]
+    fn engine_refuses_plans_that_its_kernels_do_not_take() {
+        assert!(run(&plan("cpu_prefill", Family::Prefill, 40)).is_ok());
+        assert!(run(&plan("cpu_decode", Family::Decode, 16)).is_ok());
+        for bad in [
+            plan("cpu_decode", Family::Decode, 17),
+            plan("cpu_decode", Family::Prefill, 1),
+            plan("cpu_prefill", Family::Decode, 1),
+            plan("cpu_backward", Family::Backward, 1),
+            plan("nonsense", Family::Prefill, 1),
+            Plan { engine: Engine::Cuda, ..plan("cpu_prefill", Family::Prefill, 1) },
+        ] {
+            let refusal = run(&bad).expect_err(bad.kernel);
+            assert!(matches!(refusal, Error::Plan { .. }), "{refusal}");
+        }
+    }
+
+    #[test]
+    fn engine_runs_silly_tiles_and_splits() {
+        for tile in [Tile { q: 0, kv: 0 }, Tile { q: usize::MAX, kv: usize::MAX }] {
+            for split in [Split::Chunks(0), Split::Parts(0), Split::Parts(usize::MAX)] {
+                for (kernel, family) in
+                    [("cpu_prefill", Family::Prefill), ("cpu_decode", Family::Decode)]
+                {
+                    let plan = Plan { tile, split, ..plan(kernel, family, 5) };
+                    assert!(run(&plan).is_ok(), "{kernel} {tile:?} {split:?}");
+                }
+            }
+        }
+    }
 }

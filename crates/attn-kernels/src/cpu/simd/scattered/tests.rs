@@ -103,8 +103,7 @@ fn check_values<E: Widen>(simd: Simd, rows: usize, keys: usize, dim: usize) {
             let (head, row, d) = (i / dim / rows, i / dim % rows, i % dim);
             let weight = |key: usize| f64::from(weights[(head * rows + row) * width + key]);
             let sum: f64 = (0..keys).map(|key| weight(key) * stored.get(key, head, d)).sum();
-            let want =
-                f64::from(before[i]) + if heads.contains(&head) { sum } else { 0.0 };
+            let want = f64::from(before[i]) + if heads.contains(&head) { sum } else { 0.0 };
             let context = format!("{:?} {rows} rows {keys} keys {dim}", simd.level());
             assert!((f64::from(got) - want).abs() < 1e-3, "{context}: {got} for {want}");
         }
@@ -143,7 +142,8 @@ fn passes_read_every_stored_type() {
 fn softmax_of_rows_carries_its_state_from_tile_to_tile() {
     let (width, dim, c) = (32, 5, 0.7f32);
     for simd in levels() {
-        let mut tiles: [Vec<f32>; 2] = [vec![f32::NEG_INFINITY; width], vec![f32::NEG_INFINITY; width]];
+        let mut tiles: [Vec<f32>; 2] =
+            [vec![f32::NEG_INFINITY; width], vec![f32::NEG_INFINITY; width]];
         // The largest score comes in the second tile; the rest of both is hidden.
         tiles[0][3] = 2.0;
         tiles[0][30] = -1.0;
@@ -156,7 +156,8 @@ fn softmax_of_rows_carries_its_state_from_tile_to_tile() {
             simd.softmax_rows(tile, width, c, state);
         }
         let lse = f64::from(max[0]) + f64::from(sum[0]).log2();
-        let want = [2.0f64, -1.0, 60.0, 58.0].map(|s| (s * f64::from(c)).exp2()).iter().sum::<f64>();
+        let want =
+            [2.0f64, -1.0, 60.0, 58.0].map(|s| (s * f64::from(c)).exp2()).iter().sum::<f64>();
         assert!((lse - want.log2()).abs() < 1e-5, "{lse}");
         assert!((f64::from(tiles[1][1]) - (-2.0 * f64::from(c)).exp2()).abs() < 1e-6);
         assert_eq!(tiles[1][5], 0.0);
