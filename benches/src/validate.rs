@@ -60,6 +60,9 @@ pub(crate) enum ValidateError {
     /// The family.
     #[error("family: expected prefill, decode or backward, got {0}")]
     Family(String),
+    /// No case has such a name.
+    #[error("only: expected part of a case's name, got {0:?}")]
+    NoCase(String),
     /// Some outputs are wrong.
     #[error("{0} of the judged calls failed")]
     Failed(usize),
@@ -124,6 +127,9 @@ pub(crate) fn run(args: &Args) -> Result<(), ValidateError> {
         .filter(|case| case.name.contains(&args.only))
         .map(Case::build)
         .collect::<Result<_, _>>()?;
+    if cases.is_empty() {
+        return Err(ValidateError::NoCase(args.only.clone()));
+    }
     match args.backend {
         Backend::Reference => judge_reference(&cases, wanted, &mut tallies),
         Backend::Cpu => {

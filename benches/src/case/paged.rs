@@ -72,6 +72,9 @@ struct Pool {
     width: Option<usize>,
 }
 
+/// The widest table whose rows are written out.
+const MOST_COLUMNS: usize = 1 << 20;
+
 impl Pool {
     fn new(fields: &mut Fields) -> Result<Self, Failure> {
         let hash = match fields.optional("hash")? {
@@ -83,6 +86,11 @@ impl Pool {
         let prefix_cache: Option<bool> = fields.optional("prefix_cache")?;
         let width: Option<i64> = fields.optional("table_width")?;
         let width = width.map(|width| count("table_width", width)).transpose()?;
+        // Each observation holds a row of this width for each sequence.
+        if let Some(width) = width.filter(|&width| width > MOST_COLUMNS) {
+            let message = format!("table_width: expected at most {MOST_COLUMNS}, got {width}");
+            return Err(Failure::new(Kind::OutOfMemory, message));
+        }
         let mut config = Config::new(blocks, size).hash(hash);
         if let Some(on) = prefix_cache {
             config = config.prefix_cache(on);

@@ -1,6 +1,7 @@
 //! Greedy generation for a batch of prompts.
 //!
-//! The invariant: every sequence's tokens are those it would have alone. The first prompt is
+//! The invariant: every sequence computes the same attention as it would alone, though not to the bit: the
+//! kernel may depend on the batch. The first prompt is
 //! prefilled and committed before the others are admitted, so that a shared prefix is computed once and
 //! found by the rest; from then on all sequences step together.
 
@@ -87,7 +88,7 @@ fn prefill(
         (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for prompt in prompts {
         if prompt.is_empty() {
-            return Err(DemoError::Prompt("expected at least one token, got none".to_owned()));
+            return Err(DemoError::EmptyPrompt);
         }
         let (seq, hit) = serving.admit(prompt)?;
         batch.push((seq, hit));
@@ -136,11 +137,11 @@ fn decode(
 }
 
 fn position_of(position: usize) -> Result<u32, DemoError> {
-    let limit = || DemoError::Prompt(format!("expected positions below 2^32, got {position}"));
-    u32::try_from(position).map_err(|_| limit())
+    let context = usize::try_from(u32::MAX).unwrap_or(usize::MAX);
+    u32::try_from(position).map_err(|_| DemoError::Context { context, got: position })
 }
 
 fn best(logits: &[f32]) -> Result<u32, DemoError> {
     let token = argmax(logits).and_then(|token| u32::try_from(token).ok());
-    token.ok_or_else(|| DemoError::Prompt("the model gave no finite logit".to_owned()))
+    token.ok_or(DemoError::NoLogit)
 }

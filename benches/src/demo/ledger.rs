@@ -14,7 +14,7 @@ use attn_paged::Stats;
 struct Row {
     phase: &'static str,
     kernel: &'static str,
-    reason: String,
+    reason: &'static str,
     calls: u64,
     time: Duration,
     bytes: u64,
@@ -46,6 +46,10 @@ impl From<Stats> for BlockCounts {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Call<'p> {
     pub(crate) phase: &'static str,
+    /// Kernel that ran.
+    pub(crate) kernel: &'static str,
+    /// Why it did.
+    pub(crate) reason: &'static str,
     pub(crate) plan: &'p Plan,
     pub(crate) time: Duration,
     /// Bytes of keys, values, queries and outputs, each once.
@@ -65,8 +69,8 @@ pub(crate) struct Ledger {
 impl Ledger {
     /// Enters one call.
     pub(crate) fn enter(&mut self, call: Call<'_>) {
-        let Call { phase, plan, time, bytes, workspace, worst } = call;
-        let row = self.row(phase, plan);
+        let Call { phase, kernel, reason, plan, time, bytes, workspace, worst } = call;
+        let row = self.row(phase, kernel, reason);
         row.calls += 1;
         row.time += time;
         row.bytes += bytes;
@@ -138,13 +142,13 @@ impl Ledger {
         text
     }
 
-    fn row(&mut self, phase: &'static str, plan: &Plan) -> &mut Row {
-        let found = self.rows.iter().position(|r| r.phase == phase && r.kernel == plan.kernel);
+    fn row(&mut self, phase: &'static str, kernel: &'static str, reason: &'static str) -> &mut Row {
+        let found = self.rows.iter().position(|r| r.phase == phase && r.kernel == kernel);
         let at = found.unwrap_or_else(|| {
             self.rows.push(Row {
                 phase,
-                kernel: plan.kernel,
-                reason: plan.reason.to_owned(),
+                kernel,
+                reason,
                 calls: 0,
                 time: Duration::ZERO,
                 bytes: 0,
@@ -176,7 +180,7 @@ impl Row {
             blocks(|b| format!("{:.1}", b.wasted)),
             blocks(|b| b.shared.to_string()),
             self.worst.map_or_else(dash, |e| format!("{e:.1e}")),
-            self.reason.clone(),
+            self.reason.to_owned(),
         ]
     }
 }

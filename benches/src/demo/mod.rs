@@ -18,7 +18,8 @@ use std::time::{Duration, Instant};
 
 use attn_kernels::cpu::{CpuEngine, Workspace};
 
-use crate::download::{ModelStore, SMOLLM2};
+use crate::download::{ModelStore, ModelUnavailable, SMOLLM2};
+use crate::model::error::EncodeError;
 use crate::model::{self, Llama, Tokenizer};
 use generate::{Generation, generate};
 use serving::{Backend, Serving, ServingError, Shape};
@@ -47,8 +48,8 @@ pub(crate) struct Args {
     #[arg(long)]
     model: Option<PathBuf>,
     /// Several prompts that share the prompt as a prefix, generated together.
-    #[arg(long, default_value_t = 1)]
-    batch: usize,
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    batch: u16,
 }
 
 /// Engines by name.
@@ -75,9 +76,26 @@ pub(crate) enum DemoError {
     /// The decoder.
     #[error(transparent)]
     Forward(#[from] model::ForwardError<ServingError>),
-    /// The prompt.
+    /// No model file at the path that was asked for.
+    #[error(transparent)]
+    Unavailable(#[from] ModelUnavailable),
+    /// The prompt has no tokens.
+    #[error("prompt: expected at least one token, got none")]
+    EmptyPrompt,
+    /// The prompt cannot be tokenised.
     #[error("prompt: {0}")]
-    Prompt(String),
+    Encode(#[from] EncodeError),
+    /// More tokens than the model can attend to.
+    #[error("tokens: expected at most {context} with the prompt, got {got}")]
+    Context {
+        /// The model's context length.
+        context: usize,
+        /// Tokens of the longest prompt and of its continuation.
+        got: usize,
+    },
+    /// The decoder gave no finite logit.
+    #[error("the model gave no finite logit")]
+    NoLogit,
     /// The output.
     #[error("output: {0}")]
     Output(#[from] io::Error),
@@ -92,7 +110,7 @@ pub(crate) fn run(args: &Args) -> Result<(), DemoError> {
     match ModelStore::from_environment(SMOLLM2).obtain(args.model.as_deref()) {
         Ok(path) => text(args, &path, out),
         // A path that was asked for and does not work is an error; a model that cannot be had is not.
-        Err(unavailable) if args.model.is_some() => Err(DemoError::Prompt(unavailable.to_string())),
+        Err(unavailable) if args.model.is_some() => Err(unavailable.into()),
         Err(unavailable) => {
             writeln!(out, "{unavailable}\n")?;
             writeln!(
@@ -116,11 +134,8 @@ fn text(args: &Args, path: &Path, out: &mut impl Write) -> Result<(), DemoError>
     let (llama, tokenizer) = model::load(path)?;
     let loaded = start.elapsed();
     let prompts = prompts(args);
-    let tokens = prompts
-        .iter()
-        .map(|prompt| tokenizer.encode(prompt))
-        .collect::<Result<Vec<_>, _>>()
-        .map_err(|error| DemoError::Prompt(error.to_string()))?;
+    let tokens =
+        prompts.iter().map(|prompt| tokenizer.encode(prompt)).collect::<Result<Vec<_>, _>>()?;
     let mut serving = serve(&llama, &tokens, args)?;
 
     let stream = prompts.len() == 1 && io::stdout().is_terminal();
@@ -150,14 +165,14 @@ fn text(args: &Args, path: &Path, out: &mut impl Write) -> Result<(), DemoError>
 }
 
 fn prompts(args: &Args) -> Vec<String> {
-    if args.batch <= 1 {
+    if args.batch == 1 {
         return vec![args.prompt.clone()];
     }
     let turn = |n: usize| match n / TURNS.len() {
         0 => TURNS[n].to_owned(),
         round => format!(" ({round}){}", TURNS[n % TURNS.len()]),
     };
-    (0..args.batch).map(|n| format!("{}{}", args.prompt, turn(n))).collect()
+    (0..usize::from(args.batch)).map(|n| format!("{}{}", args.prompt, turn(n))).collect()
 }
 
 fn serve(llama: &Llama, prompts: &[Vec<u32>], args: &Args) -> Result<Serving, DemoError> {
@@ -168,6 +183,10 @@ fn serve(llama: &Llama, prompts: &[Vec<u32>], args: &Args) -> Result<Serving, De
         kv_heads: config.kv_heads,
         head_dim: config.head_dim,
     };
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0).saturating_add(args.tokens);
+    if longest > config.context {
+        return Err(DemoError::Context { context: config.context, got: longest });
+    }
     // Each sequence may end in a page of its own.
     let page = serving::PAGE_SIZE;
     let room = |prompt: &Vec<u32>| (prompt.len() + args.tokens).next_multiple_of(page) + page;

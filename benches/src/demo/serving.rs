@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use attn_core::{
-    Bytes, DeviceCaps, HostCaps, Inputs, KvStorage, KvView, Outputs, Plan, Problem, ProblemSpec,
-    TensorView, TensorViewMut, View, ViewMut,
+    Bytes, DeviceCaps, HostCaps, Inputs, KvStorage, Outputs, Plan, Problem, ProblemSpec,
+    TensorViewMut, View, ViewMut,
 };
 use attn_kernels::cpu::{CpuEngine, Workspace};
 use attn_paged::{Allocator, Config, Namespace, SeqId, Stats};
@@ -198,18 +198,19 @@ impl Attention for Serving {
         let rows = problem.lengths().total_q();
         let shape = [rows, self.shape.q_heads, self.shape.head_dim];
         let table = View::contiguous("block_table", &step.table, &[step.batch, step.width])?;
-        let inputs = attend_inputs(q, self.cache.view(layer, table)?, &shape)?;
+        let q = View::contiguous("q", q, &shape)?;
+        let inputs = Inputs::new(q.into(), self.cache.view(layer, table)?);
         let mut outputs =
             Outputs { o: TensorViewMut::F32(ViewMut::contiguous("o", o, &shape)?), lse: None };
         let start = Instant::now();
-        let workspace = match &mut self.backend {
+        let (kernel, reason, workspace) = match &mut self.backend {
             Backend::Cpu(engine, workspace) => {
                 engine.forward(&step.plan, &inputs, &mut outputs, workspace)?;
-                workspace.bytes()
+                (step.plan.kernel, step.plan.reason, workspace.bytes())
             }
             Backend::Reference => {
                 attn_reference::naive::forward(problem, &inputs, outputs)?;
-                Bytes::ZERO
+                (attn_reference::naive::NAME, "the caller asked for the reference", Bytes::ZERO)
             }
         };
         let time = start.elapsed();
@@ -220,27 +221,10 @@ impl Attention for Serving {
             false => None,
         };
         let (phase, plan, bytes) = (step.phase, &step.plan, step.bytes);
-        self.ledger.enter(Call { phase, plan, time, bytes, workspace, worst });
+        let call = Call { phase, kernel, reason, plan, time, bytes, workspace, worst };
+        self.ledger.enter(call);
         Ok(())
     }
-}
-
-fn attend_inputs<'a>(
-    q: &'a [f32],
-    kv: KvView<'a>,
-    shape: &[usize],
-) -> Result<Inputs<'a>, attn_core::Error> {
-    Ok(Inputs {
-        q: TensorView::F32(View::contiguous("q", q, shape)?),
-        kv,
-        mask: None,
-        block_mask: None,
-        bias: None,
-        alibi: None,
-        sinks: None,
-        k_scale: None,
-        v_scale: None,
-    })
 }
 
 /// The largest distance of an output from the f64 reference of the same call.

@@ -6,12 +6,12 @@
 use std::hint::black_box;
 use std::time::Instant;
 
+use attn_kernels::cpu::CpuEngine;
 use candle_core::{Device, Tensor};
-use rayon::prelude::*;
 
 /// Size of the matrix product, and of both operands.
 const GEMM: usize = 2048;
-/// Bytes read: many times the last-level cache that one guest gets.
+/// Bytes read: many times any last-level cache.
 const READ_BYTES: usize = 2 << 30;
 
 /// `2048 x 2048 x 2048` in f32 through the `gemm` crate, as candle calls it.
@@ -40,40 +40,19 @@ impl Gemm {
 /// A buffer that is summed from end to end by every thread at once.
 #[derive(Debug)]
 pub(crate) struct Read {
-    words: Vec<u64>,
-    pool: rayon::ThreadPool,
+    data: Vec<f32>,
 }
 
 impl Read {
-    pub(crate) fn new(threads: usize) -> Result<Self, rayon::ThreadPoolBuildError> {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
+    pub(crate) fn new() -> Self {
         // Written, so that every page is its own memory and not the shared page of zeros.
-        let words = (0..(READ_BYTES / 8) as u64).collect();
-        Ok(Self { words, pool })
+        Self { data: vec![1.0; READ_BYTES / size_of::<f32>()] }
     }
 
-    /// GB/s of one pass.
-    pub(crate) fn measure(&self) -> f64 {
-        let threads = self.pool.current_num_threads();
+    /// GB/s of one pass, with plain loads or with explicit prefetches.
+    pub(crate) fn measure(&self, engine: &CpuEngine, prefetch: bool) -> f64 {
         let start = Instant::now();
-        let sum = self.pool.install(|| {
-            let part = self.words.len().div_ceil(threads);
-            self.words.par_chunks(part).map(sum).reduce(|| 0, u64::wrapping_add)
-        });
-        let seconds = start.elapsed().as_secs_f64();
-        black_box(sum);
-        (self.words.len() * 8) as f64 / seconds / 1e9
+        black_box(engine.read(&self.data, prefetch));
+        (self.data.len() * size_of::<f32>()) as f64 / start.elapsed().as_secs_f64() / 1e9
     }
-}
-
-/// A sum with eight cache lines in flight; the loop is bound by memory on any vector width.
-fn sum(words: &[u64]) -> u64 {
-    let (blocks, tail) = words.as_chunks::<64>();
-    let mut sums = [0u64; 64];
-    for block in blocks {
-        for (sum, word) in sums.iter_mut().zip(block) {
-            *sum = sum.wrapping_add(*word);
-        }
-    }
-    sums.iter().chain(tail).fold(0, |a, &b| a.wrapping_add(b))
 }

@@ -59,9 +59,9 @@ pub(crate) enum PeersError {
     /// Files and the Python child.
     #[error(transparent)]
     Io(#[from] io::Error),
-    /// Worker threads of the read loop.
-    #[error(transparent)]
-    Threads(#[from] rayon::ThreadPoolBuildError),
+    /// No case has such a name.
+    #[error("only: expected part of a case's name, got {0:?}")]
+    NoCase(String),
     /// The output of a case is wrong, so it is not timed.
     #[error("{case}: expected {want}, got {got}; a wrong kernel is not timed")]
     Wrong {
@@ -101,8 +101,13 @@ pub(crate) fn run(args: &Args) -> Result<(), PeersError> {
     if cfg!(not(feature = "peers")) {
         writeln!(out, "candle-nn: missing (built without the feature `peers`)")?;
     }
-    let (gemm, read) = (Gemm::new()?, Read::new(threads)?);
-    for case in Case::all().into_iter().filter(|case| case.id().contains(&args.only)) {
+    let cases: Vec<Case> =
+        Case::all().into_iter().filter(|case| case.id().contains(&args.only)).collect();
+    if cases.is_empty() {
+        return Err(PeersError::NoCase(args.only.clone()));
+    }
+    let (gemm, read) = (Gemm::new()?, Read::new());
+    for case in cases {
         let all = compare(&case, &engine, torch.as_mut(), (&gemm, &read), args.rounds)?;
         writeln!(out, "{} [{}]", case.id(), case.unit())?;
         for series in &all {
@@ -136,6 +141,7 @@ fn compare(
         Kind::Prefill => "gemm crate, f32 2048^3",
         Kind::Decode => "memory read",
     });
+    let mut fetched = series("memory read with prefetches");
     let mut peer = torch.as_ref().map(|torch| series(torch.name()));
     #[cfg(feature = "peers")]
     let (candle, mut candle_series) = (candle::Candle::new(case)?, series("candle-nn flash_attn"));
@@ -152,7 +158,10 @@ fn compare(
         }
         ceiling.rates.push(match case.kind {
             Kind::Prefill => gemm.measure()?,
-            Kind::Decode => read.measure(),
+            Kind::Decode => {
+                fetched.rates.push(read.measure(engine, true));
+                read.measure(engine, false)
+            }
         });
         // candle has no f32 decode over several sequences with grouped heads worth waiting for.
         #[cfg(feature = "peers")]
@@ -161,6 +170,9 @@ fn compare(
         }
     }
     let mut all = vec![mine, ceiling];
+    if !fetched.rates.is_empty() {
+        all.push(fetched);
+    }
     all.extend(peer);
     #[cfg(feature = "peers")]
     if !candle_series.rates.is_empty() {

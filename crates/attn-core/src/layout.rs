@@ -63,8 +63,9 @@ impl PageStrides {
     #[must_use]
     pub const fn offset(&self, page: usize, slot: usize, head: usize) -> i64 {
         const fn step(index: usize, stride: i64) -> i64 {
-            let index =
-                if index > i64::MAX as usize { i64::MAX } else { index.cast_signed() as i64 };
+            // Past i64 on no machine: a `usize` has 64 bits at most, and its upper half saturates.
+            let wide = index as u64;
+            let index = if wide > i64::MAX.cast_unsigned() { i64::MAX } else { wide.cast_signed() };
             index.saturating_mul(stride)
         }
         step(page, self.page)

@@ -2,8 +2,9 @@
 //!
 //! The invariant: [`Mask::tile`] never answers [`TileClass::Skip`] for a tile with a visible key, nor
 //! [`TileClass::Full`] for one with a hidden key; band and block-sparse tiles are answered exactly. It is
-//! kept in one place because every engine, on every device, derives its walk over tiles from it, and an
-//! engine with its own arithmetic here is the classic source of an off-by-one at a tile edge.
+//! kept in one place because an engine with its own arithmetic here is the classic source of an off-by-one at
+//! a tile edge: the tiled model walks by it, and engines that trim their tiles further are held to
+//! [`Mask::sees`] pair by pair.
 
 use std::ops::Range;
 

@@ -111,6 +111,9 @@ pub enum Refusal {
         /// The kernel that was taken.
         by: &'static str,
     },
+    /// It would work, but is not there for every batch that a sequence may be part of, so it cannot promise
+    /// bits that do not depend on the batch unless its phase is forced.
+    NotInEveryBatch,
     /// It needs more shared memory than a block may have.
     SharedMemory {
         /// Bytes needed.
@@ -141,6 +144,9 @@ impl fmt::Display for Refusal {
             Self::Feature(feature) => write!(f, "cannot do: {feature}"),
             Self::Slower(why) => f.write_str(why),
             Self::Outranked { by } => write!(f, "{by} is more special and took it"),
+            Self::NotInEveryBatch => f.write_str(
+                "is not there for every batch; a batch-invariant call gets it by asking for its phase",
+            ),
             Self::SharedMemory { needs, has } => {
                 write!(f, "needs {needs} of shared memory, a block may have {has}")
             }

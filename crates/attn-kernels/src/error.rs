@@ -27,6 +27,14 @@ pub enum Error {
     /// The asked instruction set is not on this processor.
     #[error("instruction set {0} is not available on this processor")]
     Level(&'static str),
+    /// More worker threads than an engine may have.
+    #[error("threads: expected at most {expected}, got {got}")]
+    TooManyThreads {
+        /// [`CpuEngine::MAX_THREADS`](crate::cpu::CpuEngine::MAX_THREADS).
+        expected: usize,
+        /// How many were asked for.
+        got: usize,
+    },
     /// The worker threads could not be started.
     #[error("{threads} worker threads could not be started")]
     Threads {

@@ -3,7 +3,7 @@
 //! The invariant: this family is taken where rows are few and keys many, where the caller asks for
 //! it, or where nothing else is left; the plan says which of the three it was.
 
-use attn_core::{Bytes, Engine, Feature, KernelDesc, Phase, Refusal};
+use attn_core::{Bytes, Engine, KernelDesc, Phase, Refusal};
 
 use crate::candidate::{Call, Fit, Standard};
 use crate::heuristics;
@@ -18,7 +18,7 @@ pub(crate) fn fit(
     // A kernel for few rows is not there for every batch that a sequence may be part of, and the one
     // that runs instead rounds differently. Whoever forces the phase accepts a refusal in its place.
     if call.options().batch_invariant && kernel.max_query_rows.is_some() && !is_forced {
-        return Err(Refusal::Feature(Feature::BatchInvariant));
+        return Err(Refusal::NotInEveryBatch);
     }
     let is_natural = heuristics::is_decode_shaped(problem, host);
     // Many rows share their keys better in a tile of query rows; few keys leave nothing to divide.
@@ -33,14 +33,15 @@ pub(crate) fn fit(
         }
         (false, false) => "no other kernel is left, and a sequence's rows fit this one",
     };
-    let split = heuristics::decode_split(problem);
     match (kernel.engine, &call.caps.cuda) {
         (Engine::Cuda, Some(device)) => {
             let (tile, shared_memory) = heuristics::device_tile(problem, device)?;
+            let split = heuristics::decode_split(problem);
             Ok(Fit { tile, split, shared_memory, reason })
         }
         _ => {
             let tile = heuristics::decode_tile(problem);
+            let split = heuristics::host_decode_split(problem, host);
             Ok(Fit { tile, split, shared_memory: Bytes::ZERO, reason })
         }
     }

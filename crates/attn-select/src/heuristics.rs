@@ -30,8 +30,12 @@ pub const KEY_STEP: usize = 16;
 /// Keys of a CPU backward tile, which holds weights and their gradients: 24 KiB for 48 rows.
 pub const BACKWARD_KEYS: usize = 64;
 
-/// Keys of a CPU decode tile: as many rows as the kernel addresses one by one in its inner loop.
+/// Most keys of a CPU decode tile: as many rows as the kernel addresses one by one in its inner loop.
 pub const DECODE_TILE_KEYS: usize = 64;
+
+/// Bytes of keys of a CPU decode tile. Values of the tile are fetched while its keys are met, and keys of the next
+/// one while its values are: with more than this in flight the fetches come too early and are lost.
+pub const DECODE_TILE_BYTES: usize = 128 << 10;
 
 /// Fewest and most keys of a decode chunk. A chunk takes all KV heads of its keys along, so 128 of them are
 /// already hundreds of KiB, well past what it costs to hand out a task; and with 512 a sequence of a few
@@ -118,11 +122,19 @@ fn whole_tiles(problem: &Problem) -> usize {
     flat_rows(problem).clamp(1, MOST_ROWS).next_multiple_of(TILE_ROWS)
 }
 
+/// Keys of a sequence that should make work for every thread.
+const LONG_CONTEXT: usize = 4096;
+
+/// Most keys of a chunk on a host.
+const LONGEST_CHUNK: usize = 2048;
+
 /// The tile of the CPU decode kernel: all flat rows of a KV head, and its keys.
 #[must_use]
 pub fn decode_tile(problem: &Problem) -> Tile {
-    let there = problem.lengths().longest_kv().clamp(1, DECODE_TILE_KEYS);
-    Tile { q: flat_rows(problem).max(1), kv: there.next_multiple_of(KEY_STEP) }
+    let row = problem.kv_heads() * problem.head_dim() * problem.kv_dtype().size();
+    let fit = (DECODE_TILE_BYTES / row / KEY_STEP * KEY_STEP).clamp(KEY_STEP, DECODE_TILE_KEYS);
+    let there = problem.lengths().longest_kv().max(1).next_multiple_of(KEY_STEP);
+    Tile { q: flat_rows(problem).max(1), kv: fit.min(there) }
 }
 
 /// How a decode kernel divides the keys that a sequence sees: as the caller asked, or in chunks of a
@@ -141,6 +153,21 @@ pub fn decode_split(problem: &Problem) -> Split {
     let (least, most) = CHUNK_KEYS;
     let keys = problem.group().saturating_mul(512 / problem.kv_dtype().size());
     Split::Chunks(keys.clamp(least, most))
+}
+
+/// As [`decode_split`], with longer chunks where few threads share the keys.
+///
+/// A sequence of 4096 keys fills the threads; what each of them reads without a break is then as long as it
+/// can be. On two threads chunks of 2048 keys read some 8 % faster than of 512
+/// (`benches/record/xeon-avx512-2vcpu/decode-chunks-2026-11-30.txt`).
+#[must_use]
+pub fn host_decode_split(problem: &Problem, host: &HostCaps) -> Split {
+    match decode_split(problem) {
+        Split::Chunks(keys) => {
+            Split::Chunks(keys.max((LONG_CONTEXT / host.threads.max(1)).min(LONGEST_CHUNK)))
+        }
+        asked => asked,
+    }
 }
 
 /// Tiles of device kernels, largest first: a larger one reads K and V for more rows.
@@ -258,7 +285,11 @@ mod tests {
         let batch = problem(&[1, 4, 1], &[700, 9000, 3], (8, 2), 128);
         assert_eq!(decode_split(&alone), decode_split(&batch));
         assert_eq!(decode_split(&alone), Split::Chunks(512));
-        assert_eq!(decode_split(&problem(&[1], &[700], (8, 8), 128)), Split::Chunks(128));
+        let ungrouped = problem(&[1], &[700], (8, 8), 128);
+        assert_eq!(decode_split(&ungrouped), Split::Chunks(128));
+        let many = HostCaps { threads: 64, ..HOST };
+        assert_eq!(host_decode_split(&ungrouped, &HOST), Split::Chunks(2048));
+        assert_eq!(host_decode_split(&ungrouped, &many), Split::Chunks(128));
     }
 
     #[test]

@@ -152,7 +152,7 @@ fn decode_rejects_batch_invariance_unless_forced() {
     spec.options.batch_invariant = true;
     assert_takes(&spec, &host(), "host_prefill");
     let why = refusal(&spec, &host(), "host_decode");
-    assert_eq!(why, Refusal::Feature(Feature::BatchInvariant));
+    assert_eq!(why, Refusal::NotInEveryBatch);
     spec.options.phase = Some(Phase::Decode);
     assert_takes(&spec, &host(), "host_decode");
 }
@@ -369,7 +369,7 @@ fn choice_ignores_disabled_names_of_no_kernel() {
 #[test]
 fn split_follows_the_caller() {
     let mut spec = spec(&[1], &[4096]);
-    assert_eq!(plan(&spec, &host()).expect("taken").split, Split::Chunks(512));
+    assert_eq!(plan(&spec, &host()).expect("taken").split, Split::Chunks(2048));
     spec.options.num_splits = Some(7);
     assert_eq!(plan(&spec, &host()).expect("taken").split, Split::Parts(7));
     spec.options.num_splits = Some(usize::MAX);
@@ -386,7 +386,7 @@ fn explanation_names_every_kernel() {
     }
     assert!(text.starts_with("host_decode (cpu, decode): few query rows"), "{text}");
     assert!(text.contains("    device_decode: no cuda device"), "{text}");
-    assert!(text.contains("keys chunks of 512 keys"), "{text}");
+    assert!(text.contains("keys chunks of 2048 keys"), "{text}");
 }
 
 #[test]

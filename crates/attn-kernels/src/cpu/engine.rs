@@ -11,6 +11,7 @@ use attn_core::{
     Bytes, DeviceCaps, Engine, Family, ForwardResults, Gradients, HostCaps, Inputs, Outputs, Pass,
     Plan, TensorView, TensorViewMut, View, ViewMut,
 };
+use parking_lot::Mutex;
 
 use super::simd::{Level, Simd};
 use super::workers::Workers;
@@ -41,14 +42,21 @@ impl CpuEngine {
     /// # Errors
     /// [`Error::Threads`] when they cannot be started.
     pub fn new() -> Result<Self, Error> {
-        Self::with(thread::available_parallelism().map_or(1, NonZero::get), Level::detect())
+        let threads = thread::available_parallelism().map_or(1, NonZero::get);
+        Self::with(threads.min(Self::MAX_THREADS), Level::detect())
     }
 
-    /// An engine with a number of threads (at least 1) and an instruction set.
+    /// The most threads of an engine: more than any processor has, and few enough to start.
+    pub const MAX_THREADS: usize = 1024;
+
+    /// An engine with a number of threads (0 counts as 1) and an instruction set.
     ///
     /// # Errors
-    /// [`Error::Level`] when this processor lacks it; [`Error::Threads`] when threads cannot be started.
+    /// [`Error::TooManyThreads`] above [`CpuEngine::MAX_THREADS`]; [`Error::Level`] when this processor lacks it; [`Error::Threads`] when threads cannot be started.
     pub fn with(threads: usize, level: Level) -> Result<Self, Error> {
+        if threads > Self::MAX_THREADS {
+            return Err(Error::TooManyThreads { expected: Self::MAX_THREADS, got: threads });
+        }
         let threads = threads.max(1);
         let simd = Simd::with_level(level).ok_or(Error::Level(level.name()))?;
         let pool = rayon::ThreadPoolBuilder::new()
@@ -140,6 +148,21 @@ impl CpuEngine {
         lse: &mut ViewMut<'_, f32>,
     ) -> Result<(), Error> {
         Ok(merge::merge_states(a, b, o, lse)?)
+    }
+
+    /// Reads a buffer once with all threads and returns the sum of its elements: the read ceiling of the
+    /// machine, which decode is measured against. `prefetch` adds explicit prefetches to the loads.
+    #[must_use]
+    pub fn read(&self, data: &[f32], prefetch: bool) -> f32 {
+        let part = data.len().div_ceil(self.host.threads).max(1);
+        let sums = Mutex::new(0.0);
+        self.pool.scope(|scope| {
+            for part in data.chunks(part) {
+                let (sums, simd) = (&sums, self.simd);
+                scope.spawn(move |_| *sums.lock() += simd.stream_sum(part, prefetch));
+            }
+        });
+        sums.into_inner()
     }
 
     const fn workers(&self) -> Workers<'_> {

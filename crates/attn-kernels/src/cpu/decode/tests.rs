@@ -268,3 +268,30 @@ fn decode_reads_no_row_that_a_mask_hides_from_all() {
         assert!(got.lse.iter().all(|x| (x - lse).abs() < 1e-5), "{:?}", got.lse);
     }
 }
+
+/// A left-padding mask made of a large finite bias hides its keys and leaves the rest exact.
+#[test]
+fn decode_takes_biases_whose_last_place_is_worth_many_powers_of_two() {
+    let mut spec = ProblemSpec::new(DType::F32, 1, 1, 4, &[1], &[128]);
+    spec.bias = true;
+    let problem = Problem::new(spec).expect("valid");
+    let ones = vec![1f32; 128 * 4];
+    let values: Vec<f32> = (0u8..128).flat_map(|j| [f32::from(j) + 1.0; 4]).collect();
+    for low in [-1e8f32, -1.5e9, -1e10, -1e20, -1e38] {
+        for (hidden, want) in [(64, 96.5), (128, 64.5), (0, 64.5)] {
+            let bias: Vec<f32> = (0..128).map(|j| if j < hidden { low } else { 0.0 }).collect();
+            let mut inputs = Inputs::dense(
+                View::contiguous("q", &ones[..4], &[1, 1, 4]).expect("fits").into(),
+                View::contiguous("k", &ones, &[128, 1, 4]).expect("fits").into(),
+                View::contiguous("v", &values, &[128, 1, 4]).expect("fits").into(),
+            );
+            inputs.bias = Some(View::contiguous("bias", &bias, &[1, 128]).expect("fits"));
+            for split in [Split::Whole, Split::Parts(3)] {
+                let got = Run::new(split).results(&problem, &inputs);
+                for got in got.o {
+                    assert!((got - want).abs() < 1e-3, "bias {low} on {hidden}: {got}, not {want}");
+                }
+            }
+        }
+    }
+}

@@ -29,6 +29,7 @@ mod portable;
 mod product;
 mod scattered;
 mod softmax;
+mod stream;
 mod sums;
 #[cfg(test)]
 mod tests;

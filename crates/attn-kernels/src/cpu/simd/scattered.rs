@@ -451,14 +451,18 @@ impl<E: Widen> ScoreRows<'_, E> {
                 // SAFETY: as for the loads above.
                 let tail =
                     unsafe { std::slice::from_raw_parts(row.wrapping_add(whole), dim - whole) };
-                let block = &mut self.block[i * stride + whole..i * stride + dim];
-                for (x, y) in block.iter_mut().zip(tail) {
-                    *x = y.to_f32();
+                // Through the same pointer: a borrow of the block would end its use for the next row.
+                for (n, x) in tail.iter().enumerate() {
+                    // SAFETY: `whole + n` is below `dim`, and the block holds rows of `stride >= dim`.
+                    unsafe { dst.wrapping_add(whole + n).write(x.to_f32()) };
                 }
             }
-            self.block[i * stride + dim..(i + 1) * stride].fill(0.0);
+            for at in dim..stride {
+                // SAFETY: the block holds rows of `stride`.
+                unsafe { dst.wrapping_add(at).write(0.0) };
+            }
         }
-        let base = self.block.as_ptr();
+        let base = base.cast_const();
         std::array::from_fn(|i| base.wrapping_add(i * stride))
     }
 
@@ -499,6 +503,10 @@ impl<E: Widen> ScoreRows<'_, E> {
         let first = head * packed_len(self.rows, dim) + query * spans * L::SPAN;
         let mut queries = self.queries.as_ptr().wrapping_add(first);
         let mut acc = [[l.splat(0.0); TOKENS]; 2];
+        // Four lanes would sum 32 products of a row of 128 each, whose rounding the error rule does not
+        // grant; two chains are as exact as eight lanes.
+        let few = L::LANES < 8;
+        let mut odd = acc;
         for i in 0..spans {
             if FETCH && (i * L::SPAN).is_multiple_of(LINE / size_of::<f32>()) {
                 for ahead in &mut ahead {
@@ -511,6 +519,7 @@ impl<E: Widen> ScoreRows<'_, E> {
             // SAFETY: as above.
             let b = unsafe { l.load(queries.wrapping_add(L::LANES)) };
             queries = queries.wrapping_add(2 * L::LANES);
+            let acc = if few && i % 2 == 1 { &mut odd } else { &mut acc };
             for (j, row) in rows.iter_mut().enumerate() {
                 // SAFETY: the row holds `spans` spans: `dim` elements of a checked row of the storage,
                 // or a row of the block.
@@ -518,6 +527,11 @@ impl<E: Widen> ScoreRows<'_, E> {
                 *row = row.wrapping_add(L::SPAN);
                 acc[0][j] = l.fma(a, k, acc[0][j]);
                 acc[1][j] = l.fma(b, k, acc[1][j]);
+            }
+        }
+        if few {
+            for (acc, odd) in acc.as_flattened_mut().iter_mut().zip(odd.as_flattened()) {
+                *acc = l.add(*acc, *odd);
             }
         }
         let mut sums = [[0.0f32; TOKENS]; QUERIES];
@@ -530,6 +544,9 @@ impl<E: Widen> ScoreRows<'_, E> {
         }
     }
 }
+
+/// Largest maximum whose last place is worth at most half a power of two.
+const EXACT_MAX: f32 = 4_194_304.0;
 
 struct SoftmaxRows<'a> {
     tile: &'a mut [f32],
@@ -572,14 +589,19 @@ impl Kernel for SoftmaxRows<'_> {
                 }
             }
             let shift = if *max == f32::NEG_INFINITY { 0.0 } else { *max };
-            let negative = l.splat(-shift);
+            // Fused, the product is not rounded: far from 0 that rounding would be the largest error of the
+            // weights. But the maximum was rounded, and where its last place is worth several powers of
+            // two, the difference of the two would be taken for a score.
+            let fused = shift.abs() < EXACT_MAX;
+            let shift = l.splat(shift);
+            let negative = l.sub(l.splat(0.0), shift);
             let mut total = l.splat(0.0);
             for x in row.chunks_exact_mut(L::LANES) {
                 // SAFETY: the chunk has LANES elements.
                 let score = unsafe { l.load(x.as_ptr()) };
-                // Fused, the product is not rounded: far from 0 that rounding would be the largest
-                // error of the weights.
-                let weight = l.exp2(l.fma(score, c, negative));
+                let exponent =
+                    if fused { l.fma(score, c, negative) } else { l.sub(l.mul(score, c), shift) };
+                let weight = l.exp2(exponent);
                 total = l.add(total, weight);
                 // SAFETY: the chunk has LANES elements.
                 unsafe { l.store(weight, x.as_mut_ptr()) };
@@ -674,8 +696,9 @@ impl<E: Widen> WeighRows<'_, E> {
     ) -> usize {
         let dim = self.values.tile.dim;
         let line = LINE / size_of::<E>();
+        let base = self.out.as_mut_ptr();
         let outs: [*mut f32; ROWS] =
-            std::array::from_fn(|i| self.out.as_mut_ptr().wrapping_add((visit.row + i) * dim + at));
+            std::array::from_fn(|i| base.wrapping_add((visit.row + i) * dim + at));
         let weights: [*const f32; ROWS] = std::array::from_fn(|i| {
             self.weights.as_ptr().wrapping_add((visit.row + i) * self.width + visit.token)
         });
@@ -760,7 +783,7 @@ impl<E: Widen> WeighRows<'_, E> {
 
 /// Asks for a cache line to be brought into the second-level cache.
 #[inline(always)]
-fn prefetch<E>(at: *const E) {
+pub(super) fn prefetch<E>(at: *const E) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
