@@ -26,6 +26,7 @@ use attn_core::{
 };
 use parking_lot::Mutex;
 
+use super::prefill::unchecked;
 use super::simd::{LANE_GROUP, Simd};
 use super::workers::Workers;
 use super::workspace::carve;
@@ -213,10 +214,4 @@ impl Team<'_, '_> {
 fn fair_block(limit: usize, unit: usize, total: usize, threads: usize) -> usize {
     // Four tasks a thread leave little waiting at the end.
     total.div_ceil(4 * threads.max(1)).next_multiple_of(unit).clamp(unit, limit.max(unit))
-}
-
-/// What is returned where data does not cover the problem, though [`Inputs::check`] accepts only
-/// data that does.
-fn unchecked() -> Error {
-    Error::invalid("inputs", "tensors that cover the problem", "a row outside its storage")
 }
