@@ -6,14 +6,17 @@
 
 use std::ops::Range;
 
-use crate::dtype::DType;
+use crate::call::{
+    CallLayout, KvLayout, Operand, OutputLayout, block_shape, check_presence, check_shape,
+    check_tensor, pair_shape,
+};
 use crate::error::Error;
-use crate::layout::{CacheLayout, LayoutId, PageOrder, PageStrides};
+use crate::layout::{CacheLayout, LayoutId};
 use crate::mask::{BlockMask, Mask};
 use crate::problem::{KvStorage, Pass, Problem};
 use crate::rows::{PagedRows, Rows};
 use crate::shape::Arrangement;
-use crate::view::{Strided, TensorView, TensorViewMut, View, ViewMut};
+use crate::view::{TensorView, TensorViewMut, View, ViewMut};
 
 /// Keys and values.
 #[derive(Debug, Clone)]
@@ -126,78 +129,50 @@ impl<'a> Inputs<'a> {
         }
     }
 
+    /// What the tensors are, without what they hold.
+    #[must_use]
+    pub fn layout(&self) -> CallLayout<'_> {
+        let kv = match &self.kv {
+            KvView::Dense { k, v } => {
+                KvLayout::Dense { k: Operand::of_view(k), v: Operand::of_view(v) }
+            }
+            KvView::Paged { k_cache, v_cache, block_table, stamp } => KvLayout::Paged {
+                k_cache: Operand::of_view(k_cache),
+                v_cache: Operand::of_view(v_cache),
+                block_table: block_table.layout(),
+                stamp,
+            },
+        };
+        CallLayout {
+            q: Operand::of_view(&self.q),
+            kv,
+            mask: self.mask.as_ref().map(View::layout),
+            block_mask: self.block_mask.as_ref().map(View::layout),
+            bias: self.bias.as_ref().map(View::layout),
+            alibi: self.alibi.as_ref().map(View::layout),
+            sinks: self.sinks.as_ref().map(View::layout),
+            k_scale: self.k_scale.as_ref().map(View::layout),
+            v_scale: self.v_scale.as_ref().map(View::layout),
+        }
+    }
+
     /// Checks every shape, dtype, page id and scale against the problem.
     ///
     /// # Errors
-    /// [`Error::Layout`] for a tensor of the wrong shape or type; [`Error::CacheLayout`] for a cache made
-    /// with another layout; [`Error::Invalid`] for a missing or unexpected tensor, a page id out of range, a
-    /// table too short, or a scale that is not positive and finite.
+    /// As [`CallLayout::check`], and [`Error::Invalid`] for a page id out of range or a scale that is not
+    /// positive and finite.
     pub fn check(&self, problem: &Problem) -> Result<(), Error> {
-        let l = problem.lengths();
-        let q_shape = l.q_shape(problem.q_arrangement(), &[problem.q_heads(), problem.head_dim()]);
-        check_tensor("q", self.q.dtype(), self.q.layout(), problem.q_dtype(), &q_shape)?;
-        self.check_kv(problem)?;
-        self.check_masks(problem)?;
-        for (field, given, wanted) in [
-            ("alibi", &self.alibi, problem.has_alibi()),
-            ("sinks", &self.sinks, problem.has_sinks()),
-        ] {
-            check_presence(field, given.is_some(), wanted)?;
-            if let Some(view) = given
-                && view.shape() != [problem.q_heads()]
-            {
-                let expected = format!("shape [{}]", problem.q_heads());
-                return Err(Error::layout(field, expected, format!("{:?}", view.shape())));
-            }
+        self.layout().check(problem)?;
+        if let (KvView::Paged { k_cache, block_table, .. }, KvStorage::Paged(layout)) =
+            (&self.kv, problem.kv())
+        {
+            let pages = k_cache.shape().first().copied().unwrap_or(0);
+            check_pages(block_table, problem, layout, pages)?;
         }
         for (field, scale) in [("k_scale", &self.k_scale), ("v_scale", &self.v_scale)] {
             if let Some(scale) = scale {
                 check_scale(field, scale, problem)?;
             }
-        }
-        Ok(())
-    }
-
-    fn check_kv(&self, problem: &Problem) -> Result<(), Error> {
-        let l = problem.lengths();
-        let (heads, dim, vdim) = (problem.kv_heads(), problem.head_dim(), problem.value_dim());
-        let dtype = problem.kv_dtype();
-        match (&self.kv, problem.kv()) {
-            (KvView::Dense { k, v }, KvStorage::Dense(arrangement)) => {
-                let shape = l.kv_shape(*arrangement, &[heads, dim]);
-                check_tensor("k", k.dtype(), k.layout(), dtype, &shape)?;
-                let shape = l.kv_shape(*arrangement, &[heads, vdim]);
-                check_tensor("v", v.dtype(), v.layout(), dtype, &shape)
-            }
-            (KvView::Paged { k_cache, v_cache, block_table, stamp }, KvStorage::Paged(layout)) => {
-                layout.check(stamp)?;
-                let pages = k_cache.shape().first().copied().unwrap_or(0);
-                check_cache("k_cache", k_cache, layout, layout.key_strides(), dim, pages)?;
-                check_cache("v_cache", v_cache, layout, layout.value_strides(), vdim, pages)?;
-                check_table(block_table, problem, layout, pages)
-            }
-            (KvView::Dense { .. }, KvStorage::Paged(_)) => {
-                Err(Error::invalid("kv", "a paged cache", "dense keys and values"))
-            }
-            (KvView::Paged { .. }, KvStorage::Dense(_)) => {
-                Err(Error::invalid("kv", "dense keys and values", "a paged cache"))
-            }
-        }
-    }
-
-    fn check_masks(&self, problem: &Problem) -> Result<(), Error> {
-        let pairs = pair_shape(problem);
-        check_presence("mask", self.mask.is_some(), problem.has_mask())?;
-        check_presence("bias", self.bias.is_some(), problem.has_bias())?;
-        check_presence("block_mask", self.block_mask.is_some(), problem.block_mask().is_some())?;
-        if let Some(mask) = &self.mask {
-            check_broadcast("mask", mask.layout(), &pairs)?;
-        }
-        if let Some(bias) = &self.bias {
-            check_broadcast("bias", bias.layout(), &pairs)?;
-        }
-        if let Some(blocks) = &self.block_mask {
-            check_broadcast("block_mask", blocks.layout(), &block_shape(problem))?;
         }
         Ok(())
     }
@@ -254,19 +229,21 @@ impl<'a> Inputs<'a> {
 }
 
 impl Outputs<'_> {
+    /// What the tensors are, without what they hold.
+    #[must_use]
+    pub fn layout(&self) -> OutputLayout<'_> {
+        OutputLayout {
+            o: Operand::of_view_mut(&self.o),
+            lse: self.lse.as_ref().map(ViewMut::layout),
+        }
+    }
+
     /// Checks shapes and dtypes against the problem.
     ///
     /// # Errors
     /// [`Error::Layout`] for a tensor of the wrong shape or type.
     pub fn check(&self, problem: &Problem) -> Result<(), Error> {
-        let l = problem.lengths();
-        let (heads, at) = (problem.q_heads(), problem.q_arrangement());
-        let shape = l.q_shape(at, &[heads, problem.value_dim()]);
-        check_tensor("o", self.o.dtype(), self.o.layout(), problem.q_dtype(), &shape)?;
-        match &self.lse {
-            None => Ok(()),
-            Some(lse) => check_shape("lse", lse.layout(), &l.q_shape(at, &[heads])),
-        }
+        self.layout().check(problem)
     }
 }
 
@@ -280,7 +257,7 @@ impl ForwardResults<'_> {
         let (heads, at) = (problem.q_heads(), problem.q_arrangement());
         let shape = l.q_shape(at, &[heads, problem.value_dim()]);
         for (field, tensor) in [("o", &self.o), ("do", &self.d_o)] {
-            check_tensor(field, tensor.dtype(), tensor.layout(), problem.q_dtype(), &shape)?;
+            check_tensor(field, Operand::of_view(tensor), problem.q_dtype(), &shape)?;
         }
         check_shape("lse", self.lse.layout(), &l.q_shape(at, &[heads]))
     }
@@ -303,11 +280,11 @@ impl Gradients<'_> {
         let (heads, kv_heads) = (problem.q_heads(), problem.kv_heads());
         let dtype = problem.q_dtype();
         let shape = l.q_shape(problem.q_arrangement(), &[heads, problem.head_dim()]);
-        check_tensor("dq", self.dq.dtype(), self.dq.layout(), dtype, &shape)?;
+        check_tensor("dq", Operand::of_view_mut(&self.dq), dtype, &shape)?;
         let shape = l.kv_shape(*kv_at, &[kv_heads, problem.head_dim()]);
-        check_tensor("dk", self.dk.dtype(), self.dk.layout(), dtype, &shape)?;
+        check_tensor("dk", Operand::of_view_mut(&self.dk), dtype, &shape)?;
         let shape = l.kv_shape(*kv_at, &[kv_heads, problem.value_dim()]);
-        check_tensor("dv", self.dv.dtype(), self.dv.layout(), dtype, &shape)?;
+        check_tensor("dv", Operand::of_view_mut(&self.dv), dtype, &shape)?;
         check_presence("dsinks", self.dsinks.is_some(), problem.wants_dsinks())?;
         check_presence("dbias", self.dbias.is_some(), problem.wants_dbias())?;
         if let Some(dsinks) = &self.dsinks {
@@ -406,19 +383,6 @@ fn sequence_rows_mut<'v, T: Copy>(
     }
 }
 
-fn pair_shape(problem: &Problem) -> [usize; 4] {
-    let l = problem.lengths();
-    [l.batch(), problem.q_heads(), l.longest_q(), l.longest_kv()]
-}
-
-fn block_shape(problem: &Problem) -> [usize; 4] {
-    let [batch, heads, q, kv] = pair_shape(problem);
-    match problem.block_mask() {
-        None => [batch, heads, 0, 0],
-        Some(sizes) => [batch, heads, q.div_ceil(sizes.q), kv.div_ceil(sizes.kv)],
-    }
-}
-
 /// The `[rows, keys]` plane of one sequence and head, broadcast axes repeated by stride 0.
 fn plane<'a, T: Copy>(
     field: &'static str,
@@ -450,99 +414,14 @@ fn scale_of(scale: Option<&View<'_, f32>>, sequence: usize, kv_head: usize) -> f
     view.get(at).unwrap_or(1.0)
 }
 
-fn check_presence(field: &'static str, given: bool, wanted: bool) -> Result<(), Error> {
-    match (given, wanted) {
-        (true, false) => Err(Error::invalid(field, "none, as the problem states", "a tensor")),
-        (false, true) => Err(Error::invalid(field, "a tensor, as the problem states", "none")),
-        _ => Ok(()),
-    }
-}
-
-fn check_shape(field: &'static str, layout: &Strided, shape: &[usize]) -> Result<(), Error> {
-    if layout.shape() == shape {
-        return Ok(());
-    }
-    Err(Error::layout(field, format!("shape {shape:?}"), format!("{:?}", layout.shape())))
-}
-
-fn check_tensor(
-    field: &'static str,
-    got: DType,
-    layout: &Strided,
-    dtype: DType,
-    shape: &[usize],
-) -> Result<(), Error> {
-    if got != dtype {
-        return Err(Error::layout(field, dtype.name(), got));
-    }
-    check_shape(field, layout, shape)
-}
-
-fn check_broadcast(field: &'static str, layout: &Strided, shape: &[usize; 4]) -> Result<(), Error> {
-    let rank = layout.shape().len();
-    let fits = (2..=4).contains(&rank)
-        && layout
-            .shape()
-            .iter()
-            .zip(&shape[4 - rank..])
-            .all(|(&have, &want)| have == want || have == 1);
-    if fits {
-        return Ok(());
-    }
-    let expected = format!("rank 2 to 4, extents of {shape:?} (from the right) or 1");
-    Err(Error::layout(field, expected, format!("{:?}", layout.shape())))
-}
-
-fn check_cache(
-    field: &'static str,
-    cache: &TensorView<'_>,
-    layout: &CacheLayout,
-    strides: PageStrides,
-    dim: usize,
-    pages: usize,
-) -> Result<(), Error> {
-    let PageStrides { page, slot, head } = strides;
-    let (size, heads) = (layout.page_size(), layout.kv_heads());
-    let (shape, strides) = match layout.order() {
-        PageOrder::Nhd => ([pages, size, heads, dim], [page, slot, head, 1]),
-        PageOrder::Hnd => ([pages, heads, size, dim], [page, head, slot, 1]),
-    };
-    check_tensor(field, cache.dtype(), cache.layout(), layout.dtype(), &shape)?;
-    // A stride along an axis of extent 1 is never taken.
-    let same = cache
-        .layout()
-        .strides()
-        .iter()
-        .zip(&strides)
-        .zip(&shape)
-        .all(|((have, want), &extent)| have == want || extent <= 1);
-    if same {
-        return Ok(());
-    }
-    let got = format!("{:?}", cache.layout().strides());
-    Err(Error::layout(field, format!("strides {strides:?} of the cache layout"), got))
-}
-
-fn check_table(
+fn check_pages(
     table: &View<'_, i32>,
     problem: &Problem,
     layout: &CacheLayout,
     pages: usize,
 ) -> Result<(), Error> {
-    let batch = problem.lengths().batch();
-    let shape = table.shape();
-    if shape.len() != 2 || shape[0] != batch {
-        let expected = format!("shape [{batch}, width]");
-        return Err(Error::layout("block_table", expected, format!("{shape:?}")));
-    }
-    for sequence in 0..batch {
-        let tokens = problem.lengths().kv(sequence);
-        let needed = layout.pages_for(tokens);
-        if needed > shape[1] {
-            let expected = format!("{needed} entries for {tokens} tokens of sequence {sequence}");
-            return Err(Error::invalid("block_table", expected, format!("width {}", shape[1])));
-        }
-        for block in 0..needed {
+    for sequence in 0..problem.lengths().batch() {
+        for block in 0..layout.pages_for(problem.lengths().kv(sequence)) {
             let id = table.get(&[sequence, block]).unwrap_or(-1);
             if usize::try_from(id).is_ok_and(|id| id < pages) {
                 continue;
@@ -556,17 +435,10 @@ fn check_table(
 }
 
 fn check_scale(field: &'static str, scale: &View<'_, f32>, problem: &Problem) -> Result<(), Error> {
-    if !problem.kv_dtype().is_fp8() {
-        let expected = format!("none with {} keys and values", problem.kv_dtype());
-        return Err(Error::invalid(field, expected, "a tensor"));
-    }
-    let (batch, heads) = (problem.lengths().batch(), problem.kv_heads());
-    let per_head = scale.shape() == [batch, heads];
-    if !(scale.shape().is_empty() || scale.shape() == [1] || per_head) {
-        let expected = format!("shape [], [1] or [{batch}, {heads}]");
-        return Err(Error::layout(field, expected, format!("{:?}", scale.shape())));
-    }
-    let (sequences, kv_heads) = if per_head { (batch, heads) } else { (1, 1) };
+    let (sequences, kv_heads) = match scale.shape() {
+        [] | [1] => (1, 1),
+        _ => (problem.lengths().batch(), problem.kv_heads()),
+    };
     for sequence in 0..sequences {
         for head in 0..kv_heads {
             let value = scale_of(Some(scale), sequence, head);

@@ -36,6 +36,8 @@ pub enum Family {
     Prefill,
     /// Forward, divided by keys and merged.
     Decode,
+    /// Forward, one row at a time: the last resort of both.
+    General,
     /// Gradients by recomputation.
     Backward,
 }
@@ -45,6 +47,7 @@ impl fmt::Display for Family {
         f.write_str(match self {
             Self::Prefill => "prefill",
             Self::Decode => "decode",
+            Self::General => "general",
             Self::Backward => "backward",
         })
     }
@@ -262,6 +265,12 @@ impl fmt::Display for DimRule {
 /// Scratch that a call needs beyond inputs and outputs.
 pub type WorkspaceSize = fn(&Problem, &HostCaps, Tile, Split) -> Bytes;
 
+/// The tiles that a kernel has for a problem.
+pub type Tiles = fn(&Problem) -> &'static [Tile];
+
+/// Shared memory of a block that computes a problem in a tile.
+pub type SharedMemorySize = fn(&Problem, Tile) -> Bytes;
+
 /// One kernel of a catalogue.
 #[derive(Debug, Clone)]
 pub struct KernelDesc {
@@ -285,6 +294,10 @@ pub struct KernelDesc {
     pub features: Features,
     /// Lowest CUDA compute capability; `None` off CUDA.
     pub min_compute: Option<(u32, u32)>,
+    /// The tiles it has for a problem, the one that reads each key for most rows first; empty where any will do.
+    pub tiles: Tiles,
+    /// The kernel's own count of the shared memory of a block; zero off a device. Pure.
+    pub shared_memory: SharedMemorySize,
     /// The kernel's own sizing of its scratch, so that a plan promises what the engine takes. Pure.
     pub workspace: WorkspaceSize,
 }
@@ -294,7 +307,7 @@ impl KernelDesc {
     #[must_use]
     pub const fn pass(&self) -> Pass {
         match self.family {
-            Family::Prefill | Family::Decode => Pass::Forward,
+            Family::Prefill | Family::Decode | Family::General => Pass::Forward,
             Family::Backward => Pass::Backward,
         }
     }

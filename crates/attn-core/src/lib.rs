@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub mod call;
 pub mod caps;
 pub mod dtype;
 pub mod error;
@@ -16,11 +17,14 @@ pub mod tolerance;
 pub mod units;
 pub mod view;
 
+pub use crate::call::{CallLayout, KvLayout, Operand, OutputLayout};
 pub use crate::caps::{CudaCaps, DeviceCaps, HostCaps};
 pub use crate::dtype::{DType, Element, F8E4M3, F8E5M2};
 pub use crate::error::Error;
 pub use crate::inputs::{ForwardResults, Gradients, Inputs, KvView, Outputs};
-pub use crate::kernel::{DimRule, Engine, Family, Feature, Features, KernelDesc, WorkspaceSize};
+pub use crate::kernel::{
+    DimRule, Engine, Family, Feature, Features, KernelDesc, SharedMemorySize, Tiles, WorkspaceSize,
+};
 pub use crate::layout::{CacheLayout, LayoutId, PageOrder, PageStrides, ValueStorage};
 pub use crate::mask::{Band, BlockMask, Mask, TileClass};
 pub use crate::online::{OnlineSoftmax, Real};

@@ -402,6 +402,11 @@ impl<'a, T: Copy> ViewMut<'a, T> {
         &self.layout
     }
 
+    /// The storage, what lies between the elements included.
+    pub const fn data_mut(&mut self) -> &mut [T] {
+        self.data
+    }
+
     /// Extents.
     #[must_use]
     pub fn shape(&self) -> &[usize] {

@@ -1,8 +1,8 @@
 //! Each inconsistent tensor is refused by name; sequences are found in every arrangement.
 
 use super::*;
-use crate::ValueStorage;
 use crate::problem::{BlockSizes, ProblemSpec};
+use crate::{DType, PageOrder, ValueStorage};
 
 const Q: [f32; 5 * 4 * 2] = [0.0; 40];
 const K: [f32; 6 * 2 * 2] = [0.0; 24];
