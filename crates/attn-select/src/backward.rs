@@ -13,7 +13,7 @@ pub(crate) fn fit(call: &Call<'_>, kernel: &KernelDesc) -> Result<Fit, Refusal> 
     let reason = "recomputes scores tile by tile from the LSE instead of keeping them";
     match (kernel.engine, &call.caps.cuda) {
         (Engine::Cuda, Some(device)) => {
-            let (tile, shared_memory) = heuristics::device_tile(problem, device)?;
+            let (tile, shared_memory) = heuristics::device_tile(kernel, problem, device)?;
             Ok(Fit { tile, split: Split::Whole, shared_memory, reason })
         }
         _ => {

@@ -9,7 +9,7 @@ use attn_core::{
     Split, Tile,
 };
 
-use crate::{backward, decode, prefill};
+use crate::{backward, decode, general, prefill};
 
 /// A problem on a machine, with what is computed once for all candidates.
 pub(crate) struct Call<'a> {
@@ -54,6 +54,7 @@ impl<'a> Call<'a> {
         match kernel.family {
             Family::Prefill => prefill::fit(self, kernel),
             Family::Decode => decode::fit(self, kernel, standard),
+            Family::General => general::fit(self, kernel),
             Family::Backward => backward::fit(self, kernel),
         }
     }
@@ -67,11 +68,12 @@ impl<'a> Call<'a> {
         if kernel.pass() != self.problem.pass() {
             return Err(Refusal::Pass(kernel.pass()));
         }
-        // A forced phase rules out the other one. Gradients come from one family, which both accept.
+        // A forced phase rules out the other one. A general kernel is of neither, and gradients come from one
+        // family: both accept.
         let phase = match kernel.family {
             Family::Prefill => Some(Phase::Prefill),
             Family::Decode => Some(Phase::Decode),
-            Family::Backward => None,
+            Family::General | Family::Backward => None,
         };
         if let (Some(own), Some(forced)) = (phase, self.options().phase)
             && own != forced

@@ -20,7 +20,10 @@ pub(crate) fn fit(
     if call.options().batch_invariant && kernel.max_query_rows.is_some() && !is_forced {
         return Err(Refusal::NotInEveryBatch);
     }
-    let is_natural = heuristics::is_decode_shaped(problem, host);
+    let is_natural = match (kernel.engine, &call.caps.cuda) {
+        (Engine::Cuda, Some(device)) => heuristics::is_device_decode_shaped(problem, device),
+        _ => heuristics::is_decode_shaped(problem, host),
+    };
     // Many rows share their keys better in a tile of query rows; few keys leave nothing to divide.
     if standard == Standard::Fastest && !is_forced && !is_natural {
         let why = "a tile of query rows reads these keys once for all rows; dividing the keys gains nothing";
@@ -29,14 +32,14 @@ pub(crate) fn fit(
     let reason = match (is_forced, is_natural) {
         (true, _) => "the caller asked for a decode kernel",
         (false, true) => {
-            "few query rows meet many keys, which are divided among threads and merged"
+            "few query rows meet many keys, which are divided among threads or blocks and merged"
         }
         (false, false) => "no other kernel is left, and a sequence's rows fit this one",
     };
     match (kernel.engine, &call.caps.cuda) {
         (Engine::Cuda, Some(device)) => {
-            let (tile, shared_memory) = heuristics::device_tile(problem, device)?;
-            let split = heuristics::decode_split(problem);
+            let (tile, shared_memory) = heuristics::device_tile(kernel, problem, device)?;
+            let split = heuristics::device_decode_split(problem, tile, device);
             Ok(Fit { tile, split, shared_memory, reason })
         }
         _ => {

@@ -7,7 +7,7 @@
 //! Rows are counted flat: a tile holds all query heads of a group at a position, so that K and V are
 //! read once a group, and a sequence of `q_len` rows has `q_len * group` flat rows a KV head.
 
-use attn_core::{Bytes, CudaCaps, HostCaps, Pass, Problem, Refusal, Split, Tile};
+use attn_core::{Bytes, CudaCaps, HostCaps, KernelDesc, Problem, Refusal, Split, Tile};
 
 /// Flat query rows of a CPU product tile: three vectors of AVX-512 are the widest block whose sums stay
 /// in registers beside the operands. A tile is computed whole, however few of its rows exist.
@@ -170,53 +170,95 @@ pub fn host_decode_split(problem: &Problem, host: &HostCaps) -> Split {
     }
 }
 
-/// Tiles of device kernels, largest first: a larger one reads K and V for more rows.
-const DEVICE_TILES: [Tile; 6] = [
-    Tile { q: 128, kv: 128 },
-    Tile { q: 128, kv: 64 },
-    Tile { q: 64, kv: 64 },
-    Tile { q: 64, kv: 32 },
-    Tile { q: 32, kv: 32 },
-    SMALLEST_TILE,
-];
-
-/// The tile of a single matrix instruction.
-const SMALLEST_TILE: Tile = Tile { q: 16, kv: 16 };
-
-/// The largest tile whose operands fit the shared memory of a block, and the bytes it takes.
-///
-/// A block holds one tile of queries and, so that loads overlap arithmetic, two of K and V. A backward block
-/// also holds the output's gradient and one tile of scores in the query's type.
+/// The largest tile of a device kernel whose operands fit the shared memory of a block, and the bytes it takes.
 ///
 /// # Errors
 /// [`Refusal::SharedMemory`] with the need of the smallest tile.
-pub fn device_tile(problem: &Problem, device: &CudaCaps) -> Result<(Tile, Bytes), Refusal> {
-    let is_invariant = problem.options().batch_invariant;
+pub fn device_tile(
+    kernel: &KernelDesc,
+    problem: &Problem,
+    device: &CudaCaps,
+) -> Result<(Tile, Bytes), Refusal> {
+    let tiles = (kernel.tiles)(problem);
+    let smallest = tiles.iter().map(|tile| tile.q).min().unwrap_or(1);
+    // Rows that do not exist are not worth their memory, unless nothing else fits. But how many exist in the
+    // longest sequence is no business of the others, when the caller says so.
+    let rows = if problem.options().batch_invariant { usize::MAX } else { flat_rows(problem) };
+    let is_wasteful = |tile: &Tile| tile.q > smallest && tile.q / 2 >= rows;
     let mut needs = Bytes::ZERO;
-    for tile in DEVICE_TILES {
-        // Rows that do not exist are not worth their memory. But how many exist in the longest sequence
-        // is no business of the others, when the caller says so.
-        if !is_invariant && tile.q > SMALLEST_TILE.q && tile.q / 2 >= flat_rows(problem) {
-            continue;
-        }
-        needs = device_bytes(problem, tile);
-        if needs <= device.smem_per_block {
-            return Ok((tile, needs));
+    for last_resort in [false, true] {
+        for tile in tiles.iter().filter(|tile| is_wasteful(tile) == last_resort) {
+            needs = (kernel.shared_memory)(problem, *tile);
+            if needs <= device.smem_per_block {
+                return Ok((*tile, needs));
+            }
         }
     }
     Err(Refusal::SharedMemory { needs, has: device.smem_per_block })
 }
 
-fn device_bytes(problem: &Problem, tile: Tile) -> Bytes {
-    let (q, kv) = (problem.q_dtype().size(), problem.kv_dtype().size());
-    let forward = Bytes::of(tile.q.saturating_mul(problem.head_dim()), q)
-        + Bytes::of((2 * tile.kv).saturating_mul(dims(problem)), kv);
-    if problem.pass() == Pass::Backward {
-        let row = problem.value_dim().saturating_add(tile.kv);
-        forward + Bytes::of(tile.q.saturating_mul(row), q)
-    } else {
-        forward
+/// Whether few rows meet many keys, so that dividing the keys among blocks beats dividing the rows.
+///
+/// As [`is_decode_shaped`], but a device has a hundred blocks to keep busy: rows that fill no more than one tile
+/// of 128 leave most of it idle unless the keys are divided.
+#[must_use]
+pub fn is_device_decode_shaped(problem: &Problem, device: &CudaCaps) -> bool {
+    let lengths = problem.lengths();
+    let (rows, flat_rows) = (lengths.longest_q(), flat_rows(problem));
+    let many_keys = rows == 1 || visited_keys(problem) / KEYS_PER_ROW >= rows;
+    let tiles = lengths
+        .batch()
+        .saturating_mul(problem.kv_heads())
+        .saturating_mul(flat_rows.div_ceil(DEVICE_ROWS));
+    rows > 0 && many_keys && (flat_rows <= DEVICE_ROWS || tiles < device.sm_count as usize)
+}
+
+/// Query rows of the largest tile of a device.
+const DEVICE_ROWS: usize = 128;
+
+/// Blocks of the decode kernel that a multiprocessor holds at once: each takes about 100 KiB of the shared memory.
+const DECODE_BLOCKS: usize = 2;
+
+/// Keys of a decode part are a multiple of this: a tile of keys of each of four teams.
+const PART_STEP: usize = 64;
+
+/// Fewest keys of a decode part that was not asked for: two tiles a team, so that one loads while the other computes.
+const LEAST_PART: usize = 2 * PART_STEP;
+
+/// Keys of a part where a sequence's bits must not depend on its batch: enough parts for a lone sequence of
+/// moderate length, and few enough that the merge stays small.
+const INVARIANT_PART: usize = 512;
+
+/// How a device decode kernel divides the keys that a sequence sees: as the caller asked, or so that the blocks
+/// fill the device once.
+///
+/// Each part should stream equally many bytes, so all parts have one length, that of the whole batch's keys over
+/// the blocks that run at once; it is stretched so that the longest sequence has no short last part, and the blocks
+/// do not pass what runs at once by a few.
+#[must_use]
+pub fn device_decode_split(problem: &Problem, tile: Tile, device: &CudaCaps) -> Split {
+    if let Some(parts) = problem.options().num_splits {
+        return Split::Parts(parts);
     }
+    if problem.options().batch_invariant {
+        return Split::Chunks(INVARIANT_PART);
+    }
+    let lengths = problem.lengths();
+    let left = problem.band().left;
+    // Keys that a sequence visits: its window bounds them however long it is.
+    let visited = |sequence: usize| {
+        let (q_len, kv_len) = (lengths.q(sequence), lengths.kv(sequence));
+        if q_len == 0 { 0 } else { left.map_or(kv_len, |l| kv_len.min(l.saturating_add(q_len))) }
+    };
+    let keys = (0..lengths.batch()).map(visited);
+    let (total, longest) =
+        keys.fold((0usize, 0), |(sum, most), n| (sum.saturating_add(n), most.max(n)));
+    let tiles = flat_rows(problem).div_ceil(tile.q.max(1)).saturating_mul(problem.kv_heads());
+    let blocks = DECODE_BLOCKS.saturating_mul(device.sm_count as usize).max(1);
+    let step = |keys: usize| keys.max(LEAST_PART).div_ceil(PART_STEP).saturating_mul(PART_STEP);
+    let even = step(total.saturating_mul(tiles).div_ceil(blocks));
+    let parts = (longest / even).max(1);
+    if parts == 1 { Split::Whole } else { Split::Chunks(step(longest.div_ceil(parts))) }
 }
 
 /// Elements of a key and a value row. Sizes saturate here and below: a problem without rows may state any
@@ -292,25 +334,35 @@ mod tests {
         assert_eq!(host_decode_split(&ungrouped, &many), Split::Chunks(128));
     }
 
+    const DEVICE: CudaCaps = CudaCaps {
+        name: String::new(),
+        compute: (9, 0),
+        sm_count: 132,
+        smem_per_block: Bytes(227 << 10),
+        memory: Bytes(1 << 30),
+    };
+
+    const SMALL: Tile = Tile { q: 16, kv: 16 };
+
     #[test]
-    fn device_tile_shrinks_until_it_fits() {
-        let device = |smem| CudaCaps {
-            name: "made up".to_owned(),
-            compute: (8, 0),
-            sm_count: 10,
-            smem_per_block: Bytes(smem),
-            memory: Bytes(1 << 30),
+    fn device_split_fills_the_device_once() {
+        let split = |q: &[usize], kv: &[usize], heads| {
+            device_decode_split(&problem(q, kv, heads, 128), SMALL, &DEVICE)
         };
-        let p = problem(&[512], &[512], (8, 2), 128);
-        let (large, bytes) = device_tile(&p, &device(512 << 10)).expect("fits");
-        assert_eq!(
-            (large, bytes),
-            (Tile { q: 128, kv: 128 }, Bytes((128 * 128 + 2 * 128 * 256) * 4))
-        );
-        let (small, bytes) = device_tile(&p, &device(100 << 10)).expect("fits");
-        assert_eq!(small, Tile { q: 64, kv: 32 });
-        assert!(bytes <= Bytes(100 << 10));
-        let refusal = device_tile(&p, &device(1 << 10)).expect_err("too small");
-        assert!(matches!(refusal, Refusal::SharedMemory { has: Bytes(1024), .. }), "{refusal}");
+        // 64 heads of sequences, 264 blocks at once: four parts each.
+        assert_eq!(split(&[1; 8], &[8192; 8], (32, 8)), Split::Chunks(2048));
+        // 256 fill it already; a second part for each would be a second wave.
+        assert_eq!(split(&[1; 32], &[8192; 32], (32, 8)), Split::Whole);
+        // Few keys are not cut into crumbs.
+        assert_eq!(split(&[1], &[512], (32, 8)), Split::Chunks(128));
+        assert_eq!(split(&[1], &[100], (32, 8)), Split::Whole);
+    }
+
+    #[test]
+    fn device_split_of_an_invariant_call_knows_its_own_length_alone() {
+        let mut spec = ProblemSpec::new(DType::BF16, 8, 2, 64, &[1, 1], &[70, 90_000]);
+        spec.options.batch_invariant = true;
+        let problem = Problem::new(spec).expect("valid");
+        assert_eq!(device_decode_split(&problem, SMALL, &DEVICE), Split::Chunks(512));
     }
 }

@@ -7,6 +7,7 @@ mod choose;
 mod decode;
 mod error;
 mod explain;
+mod general;
 pub mod heuristics;
 mod prefill;
 

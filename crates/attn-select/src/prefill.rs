@@ -19,7 +19,7 @@ pub(crate) fn fit(call: &Call<'_>, kernel: &KernelDesc) -> Result<Fit, Refusal> 
     };
     match (kernel.engine, &call.caps.cuda) {
         (Engine::Cuda, Some(device)) => {
-            let (tile, shared_memory) = heuristics::device_tile(problem, device)?;
+            let (tile, shared_memory) = heuristics::device_tile(kernel, problem, device)?;
             Ok(Fit { tile, split: Split::Whole, shared_memory, reason })
         }
         _ => {

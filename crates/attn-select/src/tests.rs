@@ -17,10 +17,24 @@ fn one_tile_a_thread(_: &Problem, host: &HostCaps, tile: Tile, _: Split) -> Byte
     Bytes::of(host.threads * tile.q * tile.kv, 4)
 }
 
+const TILES: &[Tile] = &[
+    Tile { q: 128, kv: 128 },
+    Tile { q: 128, kv: 64 },
+    Tile { q: 64, kv: 32 },
+    Tile { q: 32, kv: 32 },
+    Tile { q: 16, kv: 16 },
+];
+
+/// A tile of queries and two of keys and values.
+fn two_stages(problem: &Problem, tile: Tile) -> Bytes {
+    let (dim, value_dim) = (problem.head_dim(), problem.value_dim());
+    Bytes::of(tile.q * dim + 2 * tile.kv * (dim + value_dim), 2)
+}
+
 const fn kernel(name: &'static str, engine: Engine, family: Family) -> KernelDesc {
     let gradients = Features::NONE.with(Feature::SinksGradient).with(Feature::BiasGradient);
     let features = match family {
-        Family::Prefill | Family::Decode => Features::ALL.minus(gradients),
+        Family::Prefill | Family::Decode | Family::General => Features::ALL.minus(gradients),
         Family::Backward => Features::ALL.without(Feature::Paged).without(Feature::Fp8Cache),
     };
     KernelDesc {
@@ -33,10 +47,12 @@ const fn kernel(name: &'static str, engine: Engine, family: Family) -> KernelDes
         value_dims: DimRule::ANY,
         max_query_rows: match family {
             Family::Decode => Some(16),
-            Family::Prefill | Family::Backward => None,
+            Family::Prefill | Family::General | Family::Backward => None,
         },
         features,
         min_compute: None,
+        tiles: |_| &[],
+        shared_memory: |_, _| Bytes::ZERO,
         workspace: one_tile_a_thread,
     }
 }
@@ -49,6 +65,8 @@ const fn device_kernel(name: &'static str, family: Family, compute: (u32, u32)) 
     kernel.value_dims = DimRule { min: 8, max: 128, multiple_of: 8 };
     kernel.features = kernel.features.without(Feature::Bias).without(Feature::Deterministic);
     kernel.min_compute = Some(compute);
+    kernel.tiles = |_| TILES;
+    kernel.shared_memory = two_stages;
     kernel
 }
 
@@ -106,7 +124,10 @@ fn decode_accepts_one_row_over_a_cache() {
     assert_takes(&spec(&[1, 1], &[4096, 17]), &host(), "host_decode");
     assert_takes(&spec(&[1], &[1]), &host(), "host_decode");
     let reason = plan(&spec(&[1], &[4096]), &host()).expect("taken").reason;
-    assert_eq!(reason, "few query rows meet many keys, which are divided among threads and merged");
+    assert_eq!(
+        reason,
+        "few query rows meet many keys, which are divided among threads or blocks and merged"
+    );
 }
 
 #[test]
@@ -509,7 +530,9 @@ proptest! {
         }
         match plan.family {
             Family::Decode => prop_assert_ne!(plan.split, Split::Whole),
-            Family::Prefill | Family::Backward => prop_assert_eq!(plan.split, Split::Whole),
+            Family::Prefill | Family::General | Family::Backward => {
+                prop_assert_eq!(plan.split, Split::Whole);
+            }
         }
         prop_assert!(plan.tile.q > 0 && plan.tile.kv > 0);
     }
