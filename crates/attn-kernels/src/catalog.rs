@@ -4,42 +4,82 @@
 //! missing here, so that a selector refuses it before the kernel could drop it. Order is from the most
 //! special to the most general: a selector takes the first that accepts.
 //!
-//! | kernel | engine | family | q, o | k, v | rows a sequence | not |
-//! |---|---|---|---|---|---|---|
-//! | `cpu_decode` | cpu | decode | f32 f16 bf16 | as q, or fp8 | at most 16 | |
-//! | `cpu_prefill` | cpu | prefill | f32 f16 bf16 | as q, or fp8 | any | |
-//! | `cpu_backward` | cpu | backward | f32 f16 bf16 | as q | any | paged or fp8 cache |
+//! | kernel | engine | family | q, o | k, v | head and value dims | rows a sequence | not |
+//! |---|---|---|---|---|---|---|---|
+//! | `cuda_decode` | cuda | decode | f16 bf16 | as q, or fp8 | multiples of 8 to 256 | at most 16 | |
+//! | `cuda_prefill` | cuda | prefill | f16 bf16 | as q, or fp8 | multiples of 8 to 256 | any | |
+//! | `cuda_naive` | cuda | general | f32 f16 bf16 | as q, or fp8 | any | any | |
+//! | `cpu_decode` | cpu | decode | f32 f16 bf16 | as q, or fp8 | any | at most 16 | |
+//! | `cpu_prefill` | cpu | prefill | f32 f16 bf16 | as q, or fp8 | any | any | |
+//! | `cpu_backward` | cpu | backward | f32 f16 bf16 | as q | any | any | paged or fp8 cache |
 //!
-//! Every kernel takes any head and value dimension, and gives equal bits for equal calls whatever the
-//! number of threads.
+//! Every kernel gives equal bits for equal calls, whatever the number of threads. The tiled CUDA kernels want rows
+//! that start on 16 bytes, which a plan, knowing no strides, cannot promise: the engine refuses others.
 
-use attn_core::KernelDesc;
-#[cfg(feature = "cpu")]
-use attn_core::{DType, DimRule, Engine, Family, Feature, Features};
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+use attn_core::{DType, DimRule, Family, Feature, Features};
+use attn_core::{Engine, KernelDesc};
 
 /// Every kernel of this build, from the most special to the most general.
 ///
 /// ```
 /// let names: Vec<_> = attn_kernels::catalog().iter().map(|kernel| kernel.name).collect();
-/// assert_eq!(names, ["cpu_decode", "cpu_prefill", "cpu_backward"]);
+/// assert_eq!(
+///     names,
+///     ["cuda_decode", "cuda_prefill", "cuda_naive", "cpu_decode", "cpu_prefill", "cpu_backward"]
+/// );
 /// ```
 #[must_use]
 pub const fn catalog() -> &'static [KernelDesc] {
     CATALOG
 }
 
-#[cfg(feature = "cpu")]
+/// The kernels of one engine, in the order of [`catalog`].
+///
+/// A caller whose tensors are on a device chooses from these: a plan for the host would be of no use to it.
+#[must_use]
+pub fn catalog_of(engine: Engine) -> &'static [KernelDesc] {
+    let first = CATALOG.iter().position(|kernel| kernel.engine == engine).unwrap_or(CATALOG.len());
+    let own = CATALOG[first..].iter().take_while(|kernel| kernel.engine == engine).count();
+    &CATALOG[first..first + own]
+}
+
 /// Types with arithmetic; fp8 is a storage type of caches.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
 const FLOATS: &[DType] = &[DType::F32, DType::F16, DType::BF16];
 
-#[cfg(feature = "cpu")]
-const GRADIENTS: Features = Features::NONE.with(Feature::SinksGradient).with(Feature::BiasGradient);
+/// What a forward can be asked for.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+const FORWARD: Features =
+    Features::ALL.without(Feature::SinksGradient).without(Feature::BiasGradient);
 
-#[cfg(not(feature = "cpu"))]
-const CATALOG: &[KernelDesc] = &[];
-
-#[cfg(feature = "cpu")]
 const CATALOG: &[KernelDesc] = &[
+    #[cfg(feature = "cuda")]
+    KernelDesc {
+        name: "cuda_decode",
+        family: Family::Decode,
+        // As many rows as are worth a part of the keys of their own; all of a group's heads share a tile.
+        max_query_rows: Some(16),
+        tiles: crate::cuda::config::decode_tiles,
+        shared_memory: crate::cuda::config::decode_smem,
+        workspace: crate::cuda::cost::decode,
+        ..CUDA_PREFILL
+    },
+    #[cfg(feature = "cuda")]
+    CUDA_PREFILL,
+    #[cfg(feature = "cuda")]
+    KernelDesc {
+        name: "cuda_naive",
+        family: Family::General,
+        q_dtypes: FLOATS,
+        kv_dtypes: &DType::ALL,
+        head_dims: DimRule::ANY,
+        value_dims: DimRule::ANY,
+        tiles: crate::cuda::config::naive_tiles,
+        shared_memory: crate::cuda::config::naive_smem,
+        ..CUDA_PREFILL
+    },
+    #[cfg(feature = "cpu")]
     KernelDesc {
         name: "cpu_decode",
         family: Family::Decode,
@@ -47,9 +87,11 @@ const CATALOG: &[KernelDesc] = &[
         // results are merged: worth it as long as they are few.
         max_query_rows: Some(16),
         workspace: crate::cpu::cost::decode,
-        ..FORWARD
+        ..CPU_PREFILL
     },
-    FORWARD,
+    #[cfg(feature = "cpu")]
+    CPU_PREFILL,
+    #[cfg(feature = "cpu")]
     KernelDesc {
         name: "cpu_backward",
         family: Family::Backward,
@@ -57,12 +99,33 @@ const CATALOG: &[KernelDesc] = &[
         // Gradients of a cache are not defined: several sequences may share a page.
         features: Features::ALL.without(Feature::Paged).without(Feature::Fp8Cache),
         workspace: crate::cpu::cost::backward,
-        ..FORWARD
+        ..CPU_PREFILL
     },
 ];
 
+#[cfg(feature = "cuda")]
+const CUDA_PREFILL: KernelDesc = KernelDesc {
+    name: "cuda_prefill",
+    engine: Engine::Cuda,
+    family: Family::Prefill,
+    q_dtypes: &[DType::F16, DType::BF16],
+    kv_dtypes: &[DType::F16, DType::BF16, DType::F8E4M3, DType::F8E5M2],
+    head_dims: TILED_DIMS,
+    value_dims: TILED_DIMS,
+    max_query_rows: None,
+    features: FORWARD,
+    min_compute: Some((8, 0)),
+    tiles: crate::cuda::config::prefill_tiles,
+    shared_memory: crate::cuda::config::prefill_smem,
+    workspace: crate::cuda::cost::tables,
+};
+
+/// A row is copied in chunks of 16 bytes, and its accumulator has to fit the registers.
+#[cfg(feature = "cuda")]
+const TILED_DIMS: DimRule = DimRule { min: 8, max: crate::cuda::config::MOST_DIM, multiple_of: 8 };
+
 #[cfg(feature = "cpu")]
-const FORWARD: KernelDesc = KernelDesc {
+const CPU_PREFILL: KernelDesc = KernelDesc {
     name: "cpu_prefill",
     engine: Engine::Cpu,
     family: Family::Prefill,
@@ -71,8 +134,10 @@ const FORWARD: KernelDesc = KernelDesc {
     head_dims: DimRule::ANY,
     value_dims: DimRule::ANY,
     max_query_rows: None,
-    features: Features::ALL.minus(GRADIENTS),
+    features: FORWARD,
     min_compute: None,
+    tiles: |_| &[],
+    shared_memory: |_, _| attn_core::Bytes::ZERO,
     workspace: crate::cpu::cost::prefill,
 };
 
@@ -88,9 +153,13 @@ mod tests {
     }
 
     #[test]
-    #[cfg(feature = "cpu")]
     fn catalogue_runs_from_special_to_general() {
-        let rows: Vec<_> = catalog().iter().map(|kernel| kernel.max_query_rows).collect();
-        assert_eq!(rows, [Some(16), None, None]);
+        for engine in [Engine::Cuda, Engine::Cpu] {
+            let rows = catalog_of(engine).iter().map(|kernel| kernel.max_query_rows);
+            let rows: Vec<_> = rows.collect();
+            assert!(rows.is_empty() || rows == [Some(16), None, None], "{engine}");
+        }
+        let parts = catalog_of(Engine::Cuda).len() + catalog_of(Engine::Cpu).len();
+        assert_eq!(parts, catalog().len());
     }
 }

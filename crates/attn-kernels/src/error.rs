@@ -44,4 +44,115 @@ pub enum Error {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// Kernels are compiled for real processors from 8.0 on, and for nothing else.
+    #[cfg(feature = "cuda")]
+    #[error("arch: expected sm_80 or newer, as in `sm_80` or `sm_90a`, got {got}")]
+    Arch {
+        /// What was asked for.
+        got: String,
+    },
+    /// A kernel did not compile.
+    #[cfg(feature = "cuda")]
+    #[error("{instance} did not compile with {}:\n{log}", options.join(" "))]
+    Compile {
+        /// The instance and its arch.
+        instance: String,
+        /// The compiler's options.
+        options: Vec<String>,
+        /// What the compiler said.
+        log: String,
+    },
+    /// NVRTC, the compiler of CUDA C++, was not found.
+    #[cfg(feature = "cuda")]
+    #[error("NVRTC was not found; {install}; tried:\n  {}", tried.join("\n  "))]
+    CompilerMissing {
+        /// Every place, and why it is not there.
+        tried: Vec<String>,
+        /// What would help.
+        install: &'static str,
+    },
+    /// The CUDA driver's library was not found.
+    #[cfg(feature = "cuda")]
+    #[error("the CUDA driver was not found; {install}; tried:\n  {}", tried.join("\n  "))]
+    DriverMissing {
+        /// Every place, and why it is not there.
+        tried: Vec<String>,
+        /// What would help.
+        install: &'static str,
+    },
+    /// A call of the CUDA driver failed.
+    #[cfg(feature = "cuda")]
+    #[error("{call} failed for {what}: {name} ({code}), {reason}")]
+    Driver {
+        /// The function of the driver.
+        call: &'static str,
+        /// The kernel instance and its launch, or whatever else it was called for.
+        what: String,
+        /// The driver's code.
+        code: u32,
+        /// The code's name.
+        name: String,
+        /// What the driver says of it.
+        reason: String,
+    },
+    /// There is not enough device memory.
+    #[cfg(feature = "cuda")]
+    #[error("device memory: {needed} bytes could not be allocated, {free} of {total} are free")]
+    DeviceMemory {
+        /// Bytes asked for.
+        needed: u64,
+        /// Bytes that are free, perhaps in pieces.
+        free: u64,
+        /// Bytes of the device.
+        total: u64,
+    },
+    /// A device workspace that this call cannot use; it is as it was.
+    #[cfg(feature = "cuda")]
+    #[error("workspace: expected {expected}, got {got}")]
+    Workspace {
+        /// What the call takes.
+        expected: &'static str,
+        /// What it was given.
+        got: String,
+    },
+    /// A bundle of compiled kernels could not be read, or is not for this program.
+    #[cfg(feature = "cuda")]
+    #[error("bundle {bundle}: expected {expected}, got {got}")]
+    Bundle {
+        /// The file.
+        bundle: String,
+        /// What a bundle has there.
+        expected: String,
+        /// What this one has.
+        got: String,
+    },
+    /// A bundle's file could not be read or written.
+    #[cfg(feature = "cuda")]
+    #[error("bundle {bundle}")]
+    BundleFile {
+        /// The file.
+        bundle: String,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The bundle does not hold this kernel, and there is no compiler to make it.
+    #[cfg(feature = "cuda")]
+    #[error("{instance} for {arch} is not in the bundle, which has {}", has_list(has))]
+    NotInBundle {
+        /// The instance that was asked for.
+        instance: String,
+        /// The arch that was asked for.
+        arch: String,
+        /// What the bundle has of that entry, each with its arch.
+        has: Vec<String>,
+        /// Why it cannot be compiled instead.
+        #[source]
+        compiler: Box<Error>,
+    },
+}
+
+#[cfg(feature = "cuda")]
+fn has_list(has: &[String]) -> String {
+    if has.is_empty() { "nothing of that entry".to_owned() } else { has.join(" ") }
 }

@@ -107,7 +107,9 @@ impl CpuEngine {
                 let scratch = workspace.reserve(elements)?;
                 Ok(decode::forward(&workers, plan, inputs, outputs, scratch)?)
             }
-            Family::Backward => Err(unexpected("a forward plan of the CPU engine", plan)),
+            Family::General | Family::Backward => {
+                Err(unexpected("a forward plan of the CPU engine", plan))
+            }
         }
     }
 

@@ -1,0 +1,139 @@
+// The forward pass of one unit: tiles of keys stream past a tile of queries.
+//
+// Source: T. Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 1; split-KV as in T. Dao et al.,
+// "Flash-Decoding", 2023.
+// Tensors: base/params.cuh. Who executes: a block of config::THREADS; its teams take turns at tiles of keys.
+// Shared memory: queries [BLOCK_M, HEAD_DIM]; for each team its ring (attn/stage.cuh); in the general
+// instance the visits (attn/visit.cuh), which are static. The output reuses all of it.
+// What it does not do: choose sizes (the host does), join parts (kernel/merge_splits.cu).
+
+#pragma once
+
+#include "attn/hide.cuh"
+#include "attn/output.cuh"
+#include "attn/rows.cuh"
+#include "attn/softmax.cuh"
+#include "attn/stage.cuh"
+#include "attn/unit.cuh"
+#include "attn/visit.cuh"
+
+namespace attn {
+
+namespace team {
+
+// The threads of the calling thread's team meet.
+__device__ inline void sync() {
+  using namespace config;
+  if constexpr (TEAMS == 1) {
+    __syncthreads();
+  } else if constexpr (TEAM_WARPS == 1) {
+    __syncwarp();
+  } else {
+    ptx::bar_sync(1 + threadIdx.x / TEAM_THREADS, TEAM_THREADS);
+  }
+}
+
+}  // namespace team
+
+__device__ inline void forward(const ForwardParams& p) {
+  using namespace config;
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ Visits visits;
+  // What all threads know alike lives here and not in registers, of which the accumulators leave few.
+  __shared__ Unit unit;
+  __shared__ KeyRows<IS_PAGED, size_of(KV_DTYPE)> keys;
+
+  const i32 thread = i32(threadIdx.x);
+  if (thread < WARP) {
+    const Unit own = unit_of<BLOCK_M>(p, blockIdx.x);
+    if (thread == 0) {
+      unit = own;
+      keys = KeyRows<IS_PAGED, size_of(KV_DTYPE)>(p, own.sequence, own.kv_head);
+    }
+  }
+  __syncthreads();
+  const i32 team = thread / TEAM_THREADS;
+  const i32 warp = thread % TEAM_THREADS / WARP;
+  const u32 queries = tile::shared_address(memory);
+  const u32 ring = queries + tile::Panels<BLOCK_M, HEAD_DIM>::BYTES + u32(team) * TEAM_BYTES;
+  const float k_scale = IS_FP8 ? per_head(p.k_scale, unit.sequence.index, unit.kv_head, 1.0f) : 1.0f;
+  const float v_scale = IS_FP8 ? per_head(p.v_scale, unit.sequence.index, unit.kv_head, 1.0f) : 1.0f;
+  // The plain instance's scale is positive, which the host sees to.
+  const float scale = p.scale * k_scale;
+  // What scores are multiplied by in exponents, base e and 2. The options leave natural logarithms.
+  const Units units = IS_GENERAL ? Units{1.0f, LOG2E} : Units{scale, scale * LOG2E};
+
+  load_queries(p, unit, queries);
+  ptx::cp_async_commit_group();
+
+  const bool is_sparse = IS_GENERAL && p.block_mask.data != nullptr;
+  if (is_sparse) {
+    visits.fill(p, unit, ceil_div(unit.keys.hi - unit.keys.lo, BLOCK_N));
+    __syncthreads();
+  }
+  // The first key of the visited tile that is `skip` visited tiles on from the tile at `first`, itself visited where
+  // skip is not 0; past the keys where there is none.
+  const auto visit = [&](i32 first, i32 skip) {
+    if (!is_sparse) return first + skip * BLOCK_N;
+    const i32 tiles = ceil_div(unit.keys.hi - unit.keys.lo, BLOCK_N);
+    i32 tile = visits.next((first - unit.keys.lo) / BLOCK_N, tiles);
+    for (; skip > 0; --skip) tile = visits.next(tile + 1, tiles);
+    return unit.keys.lo + tile * BLOCK_N;
+  };
+
+  i32 first = visit(unit.keys.lo, team);
+  i32 ahead = first;
+#pragma unroll
+  for (int stage = 0; stage < STAGES - 1; ++stage) {
+    if (ahead < unit.keys.hi) {
+      load_stage(p, keys, ring, stage, ahead, unit.keys.hi);
+      ahead = visit(ahead, TEAMS);
+    }
+    ptx::cp_async_commit_group();
+  }
+  ptx::cp_async_wait_group<STAGES - 1>();
+  __syncthreads();
+  const warp::Queries q(queries, u32(warp));
+
+  warp::Softmax softmax;
+  warp::Accumulator o = {};
+  int stage = 0;
+  while (first < unit.keys.hi) {
+    ptx::cp_async_wait_group<STAGES - 2>();
+    team::sync();
+    if constexpr (IS_FP8) {
+      widen_stage(ring, stage);
+      team::sync();
+    }
+    // The stage that the barrier showed to be consumed.
+    if constexpr (!IS_GENERAL) ahead = first + (STAGES - 1) * TEAMS * BLOCK_N;
+    if (ahead < unit.keys.hi) {
+      const int free = stage == 0 ? STAGES - 1 : stage - 1;
+      load_stage(p, keys, ring, free, ahead, unit.keys.hi);
+      ahead = visit(ahead, TEAMS);
+    }
+    ptx::cp_async_commit_group();
+
+    const u32 tile = tile_of(ring, stage);
+    warp::Scores s;
+    warp::score(s, q, tile);
+    if constexpr (IS_GENERAL) {
+      warp::apply_options(s, p, unit, scale, warp, first, is_sparse && !visits.is_whole((first - unit.keys.lo) / BLOCK_N));
+    } else if (first < unit.full.lo || first + BLOCK_N > min_of(unit.full.hi, unit.keys.hi)) {
+      warp::hide_outside(s, p, unit, warp, first);
+    }
+    softmax.push(s, o, units.base2);
+    warp::accumulate(o, s, tile + KTile::BYTES);
+
+    first = visit(first, TEAMS);
+    stage = stage == STAGES - 1 ? 0 : stage + 1;
+  }
+  __syncthreads();
+  if constexpr (TEAMS == 1) {
+    write_alone(p, unit, warp, softmax, o, units, v_scale, queries);
+  } else {
+    write_together(p, unit, team, warp, softmax, o, units, v_scale, reinterpret_cast<float*>(memory));
+  }
+}
+
+}  // namespace attn

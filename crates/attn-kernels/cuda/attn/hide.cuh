@@ -1,0 +1,103 @@
+// What becomes of scores between the product and the softmax: the band for every instance, and the options of the
+// general one.
+//
+// Order: scale, soft-cap, bias and ALiBi, masks. A hidden score is -inf.
+// The invariant: bias and masks are read for keys that the row may see by band and length, and for no other.
+
+#pragma once
+
+#include "attn/fragment.cuh"
+#include "attn/unit.cuh"
+#include "ptx/math.cuh"
+
+namespace attn::warp {
+
+// Row `half` of row tile `i` of this lane, as a row of the block's tile.
+__device__ inline i32 own_row(i32 warp, int i, int half) {
+  return warp * 16 * config::ROW_TILES + i * 16 + half * 8 + i32(threadIdx.x) % WARP / 4;
+}
+
+// The lane's first column of a tile of eight.
+__device__ inline i32 own_column() { return i32(threadIdx.x) % 4 * 2; }
+
+// Hides what band, part and length hide in the tile of keys that starts at `first`.
+__device__ inline void hide_outside(Scores& s, const ForwardParams& p, const Unit& unit, i32 warp, i32 first) {
+  using namespace config;
+#pragma unroll
+  for (int i = 0; i < ROW_TILES; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Keys keys = unit.keys_at(unit.position(p, own_row(warp, i, half)));
+      const i32 lo = keys.lo - first - own_column();
+      const i32 hi = keys.hi - first - own_column();
+#pragma unroll
+      for (int j = 0; j < KEY_TILES; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const i32 key = j * 8 + e;
+          if (key < lo || key >= hi) s[i][j][half * 2 + e] = NEG_INF;
+        }
+      }
+    }
+  }
+}
+
+// c tanh(s / c). tanh(x) = 1 - 2 / (1 + exp(2 x)): the error, a few 2^-23 of c, is absolute, as a score's is;
+// the instruction tanh.approx is off by 2^-11 of c.
+__device__ inline float soft_cap(float s, float cap, float inverse) {
+  const float e = ptx::ex2_approx_ftz_f32(s * inverse * (2.0f * LOG2E));
+  return cap - 2.0f * cap * ptx::rcp_approx_ftz_f32(1.0f + e);
+}
+
+// Applies scale and options, and hides; scores become natural logarithms. `is_cut`: some key of the tile is
+// outside some row's block mask.
+__device__ inline void apply_options(Scores& s, const ForwardParams& p, const Unit& unit, float scale, i32 warp,
+                                     i32 first, bool is_cut) {
+  using namespace config;
+  const float inverse_cap = p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f;
+  const i32 sequence = unit.sequence.index;
+#pragma unroll
+  for (int i = 0; i < ROW_TILES; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const i32 row = own_row(warp, i, half);
+      const i32 position = unit.position(p, row);
+      const i32 head = unit.head_of(p, row, position);
+      const bool is_row = position < unit.sequence.q_len;
+      const Keys keys = unit.keys_at(position);
+      const i32 lo = is_row ? keys.lo : 0;
+      const i32 hi = is_row ? keys.hi : 0;
+      const float slope = is_row ? per_head(p.alibi, 0, head, 0.0f) : 0.0f;
+      const i32 own = unit.band.position(position);
+      const float* bias = static_cast<const float*>(p.bias.data);
+      const u8* mask = static_cast<const u8*>(p.mask.data);
+      const u8* blocks = is_cut ? static_cast<const u8*>(p.block_mask.data) : nullptr;
+      if (bias) bias += sequence * p.bias.sequence + head * p.bias.head + position * p.bias.row;
+      if (mask) mask += sequence * p.mask.sequence + head * p.mask.head + position * p.mask.row;
+      if (blocks) {
+        blocks += sequence * p.block_mask.sequence + head * p.block_mask.head +
+                  i64(p.block_q.divide(u32(position))) * p.block_mask.row;
+      }
+#pragma unroll
+      for (int j = 0; j < KEY_TILES; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& score = s[i][j][half * 2 + e];
+          const i32 key = first + own_column() + j * 8 + e;
+          bool is_seen = key >= lo && key < hi;
+          float x = score * scale;
+          if (p.softcap > 0.0f) x = soft_cap(x, p.softcap, inverse_cap);
+          if (is_seen) {
+            if (bias) x += bias[key * p.bias.key];
+            x -= slope * static_cast<float>(own < key ? key - own : own - key);
+            if (mask) is_seen = mask[key * p.mask.key] != 0;
+            if (blocks) is_seen = is_seen && blocks[i64(p.block_kv.divide(u32(key))) * p.block_mask.key] != 0;
+          }
+          score = is_seen ? x : NEG_INF;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace attn::warp

@@ -1,0 +1,63 @@
+// Where the key and value rows of one sequence and KV head are: in order, or in pages.
+//
+// The invariant: an address is formed in 64 bits and only for a key below the sequence's length; a block table
+// entry outside the cache is answered with a row of NaN bits, never with an address outside the cache.
+
+#pragma once
+
+#include "attn/locate.cuh"
+#include "base/params.cuh"
+
+namespace attn {
+
+// Sixteen bytes of NaN in every stored type: what a key of an invalid page reads.
+__device__ const Vec16 NAN_CHUNK = {{~0u, ~0u, ~0u, ~0u}};
+
+// The rows of one sequence and KV head. ELEMENT: bytes of a stored element.
+template <bool PAGED, int ELEMENT>
+struct KeyRows {
+  const u8* k;       // of key 0, or of slot 0 of page 0
+  const u8* v;
+  const i32* table;  // of the sequence
+
+  // The addresses of a row's key and value; `step` scales the distance from them, 0 for an invalid page.
+  struct Row {
+    const u8* k;
+    const u8* v;
+    i32 step;
+  };
+
+  KeyRows() = default;
+
+  __device__ KeyRows(const ForwardParams& p, const Sequence& sequence, i32 kv_head) {
+    const i64 outer = PAGED ? 0 : sequence.index;
+    const i64 first = PAGED ? 0 : sequence.kv_first;
+    k = static_cast<const u8*>(p.k.data) + row_offset(p.k, outer, first, kv_head) * ELEMENT;
+    v = static_cast<const u8*>(p.v.data) + row_offset(p.v, outer, first, kv_head) * ELEMENT;
+    table = PAGED ? p.table.data + sequence.index * p.table.sequence : nullptr;
+  }
+
+  // Before the rows of a tile whose first key is `key`.
+  __device__ Row first(const ForwardParams& p, i32 key) const {
+    if constexpr (PAGED) return {};
+    return {k + key * p.k.row * ELEMENT, v + key * p.v.row * ELEMENT, 1};
+  }
+
+  // The row of key `key`, which is in the sequence; in order, simply `rows` after that of `at`.
+  __device__ Row next(const ForwardParams& p, const Row& at, i32 key, i32 rows) const {
+    if constexpr (PAGED) {
+      const u32 column = p.table.page_size.divide(u32(key));
+      const i32 slot = key - i32(column * p.table.page_size.value);
+      const i32 page = table[column * p.table.column];
+      if (page < 0 || page >= p.table.pages) {
+        const u8* nan = reinterpret_cast<const u8*>(&NAN_CHUNK);
+        return {nan, nan, 0};
+      }
+      return {k + row_offset(p.k, page, slot, 0) * ELEMENT, v + row_offset(p.v, page, slot, 0) * ELEMENT, 1};
+    } else {
+      return {at.k + rows * p.k.row * ELEMENT, at.v + rows * p.v.row * ELEMENT, 1};
+    }
+  }
+};
+
+}  // namespace attn

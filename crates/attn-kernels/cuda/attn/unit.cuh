@@ -1,0 +1,102 @@
+// What one block does: a tile of flat query rows of a block of heads, and the keys that it meets.
+//
+// Flat rows: `pack` query heads of one position are consecutive rows, so that a tile reads each key once for all of
+// them; flat row f is position f / pack and head f % pack of the block of heads. Units of a sequence are numbered
+// [block of heads, part of the keys, tile of rows], the tile with the most keys under a causal bound first.
+// Who executes: all lanes of every warp of the block, each for itself.
+// The invariant: `keys` holds what some row of the tile sees and nothing that every row of it is forbidden by
+// band or part, so that storage outside is never read.
+
+#pragma once
+
+#include "attn/band.cuh"
+#include "attn/locate.cuh"
+#include "attn/split.cuh"
+#include "base/params.cuh"
+
+namespace attn {
+
+// Keys lo .. hi.
+struct Keys {
+  i32 lo;
+  i32 hi;
+};
+
+struct Unit {
+  Sequence sequence;
+  Band band;
+  i32 head;     // first query head
+  i32 kv_head;
+  i32 part;
+  i32 parts;
+  i32 first;    // first flat row of the tile
+  i32 rows;     // rows of the sequence that are written, padding included
+  i32 top;      // positions of the tile's first and last row; top > bottom where all are padding
+  i32 bottom;
+  Keys keys;
+  Keys full;    // keys that every row sees, by the band
+
+  // The position of a flat row of the tile.
+  __device__ i32 position(const ForwardParams& p, i32 row) const {
+    return i32(p.pack.divide(u32(first + row)));
+  }
+
+  // The query head of a flat row of the tile at `position`.
+  __device__ i32 head_of(const ForwardParams& p, i32 row, i32 position) const {
+    return head + first + row - position * i32(p.pack.value);
+  }
+
+  // The keys that the row at `position` may see, by band and part.
+  __device__ Keys keys_at(i32 position) const {
+    return {max_of(band.lo(position), keys.lo), min_of(band.hi(position), keys.hi)};
+  }
+};
+
+// The unit of block `block`. BLOCK_M: flat rows of a tile.
+template <int BLOCK_M>
+__device__ Unit unit_of(const ForwardParams& p, u32 block) {
+  Unit unit;
+  const u32 head_blocks = u32(p.q_heads) / p.pack.value;
+  u32 units;
+  u32 index;
+  if (p.uniform_units.value != 0) {
+    units = p.uniform_units.value;
+    const i32 s = i32(p.uniform_units.divide(block / head_blocks));
+    index = block - u32(s) * units * head_blocks;
+    unit.sequence = {s, p.uniform_q, p.uniform_kv, p.flags & Q_PADDED ? 0 : i64(s) * p.uniform_q,
+                     p.flags & KV_PADDED ? 0 : i64(s) * p.uniform_kv};
+  } else {
+    const i32 s = find_sequence(p.unit_starts, p.batch, block / head_blocks);
+    const i64 first = p.unit_starts[s];
+    units = u32(p.unit_starts[s + 1] - first);
+    index = block - u32(first) * head_blocks;
+    unit.sequence = sequence_at(p, s);
+  }
+  const u32 head_block = index / units;
+  const u32 inside = index - head_block * units;
+
+  unit.band = Band(p, unit.sequence.q_len, unit.sequence.kv_len);
+  unit.rows = written_rows(p, unit.sequence);
+  unit.head = i32(head_block * p.pack.value);
+  unit.kv_head = i32(p.group.divide(u32(unit.head)));
+
+  const u32 row_tiles = u32(unit.rows) * p.pack.value / BLOCK_M + (u32(unit.rows) * p.pack.value % BLOCK_M != 0);
+  const u32 part = inside / row_tiles;
+  unit.part = i32(part);
+  unit.first = i32(row_tiles - 1 - (inside - part * row_tiles)) * BLOCK_M;
+
+  const Parts parts = parts_of(p, unit.band);
+  unit.parts = parts.count;
+  unit.top = unit.position(p, 0);
+  unit.bottom = min_of(unit.position(p, BLOCK_M - 1), unit.sequence.q_len - 1);
+  unit.full = {unit.band.lo(unit.bottom), unit.band.hi(unit.top)};
+  const i32 first = parts.lo + unit.part * parts.keys;
+  const i32 end = parts.hi - first < parts.keys ? parts.hi : first + parts.keys;
+  unit.keys.lo = max_of(unit.band.lo(unit.top), first);
+  unit.keys.hi = min_of(unit.band.hi(unit.bottom), end);
+  // Padding rows alone, or a part of which these rows see nothing.
+  if (unit.top > unit.bottom || unit.keys.hi < unit.keys.lo) unit.keys.hi = unit.keys.lo;
+  return unit;
+}
+
+}  // namespace attn

@@ -1,0 +1,512 @@
+//! The engine: a context, its kernels, and the launches of a plan.
+//!
+//! The invariant: every check happens before the first launch, and a call that fails has launched nothing. The engine
+//! never picks a kernel: a plan that is not for it is an error, because running something else would make the
+//! plan's reason a lie. A stream is always the caller's, since only the caller knows what its work is ordered with.
+
+use std::sync::Arc;
+
+use attn_core::{
+    Bytes, CudaCaps, DeviceCaps, Engine, Features, HostCaps, KernelDesc, Pass, Plan, Problem, Split,
+};
+use cudarc::driver::sys::CUdevice_attribute as Attribute;
+use cudarc::driver::{CudaContext, CudaStream};
+
+use super::call::{Inputs, Outputs, check_memory};
+use super::capture::Captures;
+use super::event::Event;
+use super::lengths::{Division, Lengths, Table};
+use super::params::Divisor;
+use super::workspace::{Key, Merge, Prepared, Workspace};
+use super::{config, forward};
+use crate::catalog::catalog;
+use crate::error::Error;
+use crate::launch::{self, DeviceBuffer, Graph, Launch, check_context, failed};
+use crate::module::{Function, Modules};
+use crate::spec::{Arch, Entry, KernelSpec};
+use crate::store::KernelStore;
+
+/// Warps of a block of the kernels that move data around attention: merging, appending, copying.
+const WARPS: usize = config::HELPER_THREADS as usize / 32;
+
+/// A CUDA device and the kernels loaded on it.
+///
+/// ```no_run
+/// use attn_kernels::cuda::CudaEngine;
+///
+/// let engine = CudaEngine::new(0)?;
+/// let device = engine.caps().cuda.expect("a device was found");
+/// assert!(device.compute >= (8, 0));
+/// # Ok::<(), attn_kernels::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct CudaEngine {
+    context: Arc<CudaContext>,
+    modules: Modules,
+    caps: DeviceCaps,
+    captures: Captures,
+}
+
+impl CudaEngine {
+    /// An engine on a device, in its primary context, with kernels from the user's disk cache or compiled.
+    ///
+    /// # Errors
+    /// [`Error::DriverMissing`] where there is no driver, with what was tried; [`Error::Driver`] where it
+    /// refuses the device; [`Error::Arch`] for a device that is too old.
+    pub fn new(ordinal: usize) -> Result<Self, Error> {
+        launch::load_driver()?;
+        cudarc::driver::result::init().map_err(|error| failed("cuInit", "the driver", error))?;
+        let context = CudaContext::new(ordinal).map_err(|error| {
+            failed("cuDevicePrimaryCtxRetain", format_args!("device {ordinal}"), error)
+        })?;
+        launch::disable_event_tracking(&context);
+        Self::with_context(context, KernelStore::new())
+    }
+
+    /// An engine in a context that exists, beside its other users.
+    ///
+    /// # Errors
+    /// As [`CudaEngine::new`].
+    pub fn with_context(context: Arc<CudaContext>, store: KernelStore) -> Result<Self, Error> {
+        launch::load_driver()?;
+        let caps = device_caps(&context)?;
+        let arch = Arch::from_compute(caps.compute)?;
+        let modules = Modules::new(Arc::clone(&context), arch, store);
+        let caps = DeviceCaps { host: HostCaps::default(), cuda: Some(caps) };
+        Ok(Self { context, modules, caps, captures: Captures::default() })
+    }
+
+    /// The same engine with its kernels from another store, a bundle for example.
+    #[must_use]
+    pub fn with_store(self, store: KernelStore) -> Self {
+        let modules = Modules::new(Arc::clone(&self.context), *self.modules.arch(), store);
+        Self { modules, ..self }
+    }
+
+    /// What this engine offers to a selector: its device, and a host that was not looked at.
+    #[must_use]
+    pub fn caps(&self) -> DeviceCaps {
+        self.caps.clone()
+    }
+
+    /// The context that buffers and streams must belong to.
+    #[must_use]
+    pub const fn context(&self) -> &Arc<CudaContext> {
+        &self.context
+    }
+
+    /// What the device's kernels are compiled for.
+    #[must_use]
+    pub const fn arch(&self) -> &Arch {
+        self.modules.arch()
+    }
+
+    /// Where kernels come from.
+    #[must_use]
+    pub const fn store(&self) -> &KernelStore {
+        self.modules.store()
+    }
+
+    /// The version of CUDA that the driver is for, major and minor.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn driver_version(&self) -> Result<(u32, u32), Error> {
+        launch::driver_version()
+    }
+
+    /// The device's second-level cache, in bytes.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn l2_bytes(&self) -> Result<u64, Error> {
+        attribute(&self.context, Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE).map(u64::from)
+    }
+
+    /// A new stream, ordered with no other.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn new_stream(&self) -> Result<Arc<CudaStream>, Error> {
+        self.context.new_stream().map_err(|error| failed("cuStreamCreate", "a stream", error))
+    }
+
+    /// The context's default stream. It cannot be captured.
+    #[must_use]
+    pub fn default_stream(&self) -> Arc<CudaStream> {
+        self.context.default_stream()
+    }
+
+    /// Waits until a stream has done what was asked of it, and reports what failed on the way.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], for a kernel that failed too.
+    pub fn synchronize(&self, stream: &CudaStream) -> Result<(), Error> {
+        check_context(&self.context, stream.context())?;
+        launch::synchronize(stream)
+    }
+
+    /// Uninitialised device memory.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`] when there is not enough.
+    pub fn alloc(&self, bytes: usize) -> Result<DeviceBuffer, Error> {
+        DeviceBuffer::alloc(&self.context, bytes)
+    }
+
+    /// An event, to time work by.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn event(&self) -> Result<Event, Error> {
+        Event::new(&self.context)
+    }
+
+    /// Compiles, loads and allocates what a plan needs, so that its runs on this workspace and stream do none
+    /// of it. A run of a plan that is not prepared prepares it; only a capture needs it done before.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for a plan of another engine or pass, or one that its kernel does not take; [`Error::Call`] for
+    /// a problem too large for the kernel; the store's errors; [`Error::DeviceMemory`]; [`Error::Workspace`] on
+    /// another stream than the workspace's, or during a capture. The workspace is as it was then.
+    pub fn prepare(
+        &self,
+        plan: &Plan,
+        workspace: &mut Workspace,
+        stream: &Arc<CudaStream>,
+    ) -> Result<(), Error> {
+        check_context(&self.context, stream.context())?;
+        workspace.check_stream(stream)?;
+        if workspace.find(plan).is_some() {
+            return Ok(());
+        }
+        check_plan(plan, &self.caps)?;
+        if launch::is_capturing(stream)? {
+            let expected = "a plan that was prepared before the capture (`CudaEngine::prepare`)";
+            return Err(Error::Workspace {
+                expected,
+                got: format!("{} for a new problem", plan.kernel),
+            });
+        }
+        let config = config::forward(plan)?;
+        let is_rows = config.spec.entry() == Entry::Naive;
+        let (division, split) = if is_rows {
+            // A block walks all keys of its row, so that any split comes to the same.
+            (Division::Rows, Split::Whole)
+        } else {
+            let (tile, pack, split) = (config.tile.q, config.pack as usize, plan.split);
+            (Division::Tiles { tile, pack, split }, split)
+        };
+        let problem = &plan.problem;
+        let lengths = Lengths::new(problem, division)?;
+        let partial_bytes = lengths.partial_bytes(problem.value_dim())?;
+        let function = self.modules.function(&config.spec, config.dynamic_smem)?;
+        let merger = if lengths.partial_rows > 0 {
+            Some(self.modules.function(&config::merge_splits_spec(problem.q_dtype()), 0)?)
+        } else {
+            None
+        };
+        let tables: &[u8] = bytemuck::cast_slice(&lengths.tables);
+        let partials = workspace.partials(&self.context, partial_bytes)?;
+        let memory = workspace.lengths(&self.context, tables.len())?;
+
+        let batch = problem.lengths().batch();
+        let table = |table: Table| memory.address() + table.offset(batch);
+        let mut params = forward::template(problem, config.pack, split);
+        params.q_starts = table(Table::Queries);
+        params.kv_starts = table(Table::Keys);
+        params.unit_starts = table(Table::Units);
+        params.partial_starts = table(Table::Partials);
+        if let Some(uniform) = lengths.uniform {
+            params.uniform_units = Divisor::new(uniform.units);
+            (params.uniform_q, params.uniform_kv) = (uniform.q_len, uniform.kv_len);
+        }
+        let merge = merger.map(|function| {
+            let rows = usize::try_from(lengths.rows).unwrap_or(usize::MAX);
+            let blocks = warp_blocks(&[rows, problem.q_heads()]);
+            Merge {
+                function,
+                threads: config::HELPER_THREADS,
+                blocks,
+                row_starts: table(Table::Rows),
+            }
+        });
+        let outputs = lengths.partial_rows.unsigned_abs() * problem.value_dim() as u64 * 4;
+        let prepared = Prepared {
+            key: Key::of(plan),
+            lengths: Arc::clone(&memory),
+            function,
+            threads: config.threads,
+            blocks: lengths.blocks,
+            dynamic_smem: config.dynamic_smem,
+            is_aligned: !is_rows,
+            merge,
+            params,
+            partial_outputs: outputs,
+            used: 0,
+        };
+        // The last step that can fail, for it may write over the lengths of the plan that makes room.
+        if let Err(error) = memory.upload(stream, tables) {
+            workspace.forget(&memory);
+            return Err(error);
+        }
+        workspace.insert(stream, prepared, partials);
+        Ok(())
+    }
+
+    /// Runs a forward plan in stream order. Padding rows are written too: 0, and -inf for the LSE.
+    ///
+    /// # Errors
+    /// As [`CudaEngine::prepare`]; [`Error::Call`] for tensors that do not fit the plan's problem, lie in another
+    /// context, or have rows that the kernel cannot load. Nothing was launched then. [`Error::Driver`] for a launch that
+    /// failed, or for earlier work that did.
+    pub fn forward(
+        &self,
+        plan: &Plan,
+        inputs: &Inputs<'_>,
+        outputs: &mut Outputs<'_>,
+        workspace: &mut Workspace,
+        stream: &Arc<CudaStream>,
+    ) -> Result<(), Error> {
+        check_context(&self.context, stream.context())?;
+        let problem = &plan.problem;
+        inputs.layout().check(problem)?;
+        outputs.layout().check(problem)?;
+        check_memory(&self.context, inputs.memory().chain(outputs.memory()))?;
+        if !outputs.layout().o.layout.is_empty() {
+            self.prepare(plan, workspace, stream)?;
+            return self.launch_forward(plan, inputs, outputs, workspace, stream);
+        }
+        check_plan(plan, &self.caps)
+    }
+
+    fn launch_forward(
+        &self,
+        plan: &Plan,
+        inputs: &Inputs<'_>,
+        outputs: &Outputs<'_>,
+        workspace: &mut Workspace,
+        stream: &CudaStream,
+    ) -> Result<(), Error> {
+        let Some((prepared, partials)) = workspace.find(plan) else {
+            let got = plan.kernel.to_owned();
+            return Err(Error::Workspace { expected: "a prepared plan", got });
+        };
+        if prepared.is_aligned {
+            forward::check_alignment(inputs, outputs)?;
+        }
+        let mut params = prepared.params;
+        forward::fill(&mut params, &plan.problem, inputs, outputs)?;
+        if let Some(partials) = partials {
+            params.partial_o = partials.address();
+            params.partial_lse = partials.address() + prepared.partial_outputs;
+        }
+        let functions = [Some(&prepared.function), prepared.merge.as_ref().map(|m| &m.function)];
+        let own = [Some(&prepared.lengths), partials];
+        let memory = || inputs.memory().chain(outputs.memory());
+        self.captures.hold(functions.into_iter().flatten(), own.into_iter().flatten(), memory());
+        let forward = Launch {
+            dynamic_smem: prepared.dynamic_smem,
+            ..Launch::new(&prepared.function, prepared.blocks, prepared.threads)
+        };
+        let shaped = |error| with_shape(error, &plan.problem);
+        forward.run(stream, &params, &[]).map_err(shaped)?;
+        if let Some(merge) = &prepared.merge {
+            params.unit_starts = merge.row_starts;
+            let merge = Launch::new(&merge.function, merge.blocks, merge.threads);
+            merge.run(stream, &params, &[]).map_err(shaped)?;
+        }
+        Ok(())
+    }
+
+    /// Captures what `work` launches on `stream`, without running it.
+    ///
+    /// Plans must be prepared before; `work` may neither allocate, free, wait, nor read back. However it ends, the
+    /// capture has ended and the stream can be used.
+    ///
+    /// # Errors
+    /// What `work` answers; [`Error::Driver`] for a stream that cannot be captured (the default stream, or one that is being
+    /// captured) and for work that cannot be.
+    pub fn capture(
+        &self,
+        stream: &Arc<CudaStream>,
+        work: impl FnOnce() -> Result<(), Error>,
+    ) -> Result<Graph, Error> {
+        check_context(&self.context, stream.context())?;
+        let id = self.captures.begin();
+        let ended = std::cell::Cell::new(false);
+        let outcome = launch::capture(stream, work, || {
+            ended.set(true);
+            self.captures.end(id)
+        });
+        if !ended.get() {
+            // The capture did not begin.
+            self.captures.end(id);
+        }
+        outcome
+    }
+
+    pub(crate) const fn captures(&self) -> &Captures {
+        &self.captures
+    }
+
+    /// A kernel beside attention, loaded if it is not yet, which a capture does not allow.
+    pub(crate) fn auxiliary(
+        &self,
+        spec: &KernelSpec,
+        stream: &CudaStream,
+    ) -> Result<Arc<Function>, Error> {
+        check_context(&self.context, stream.context())?;
+        if let Some(function) = self.modules.loaded(spec) {
+            return Ok(function);
+        }
+        if launch::is_capturing(stream)? {
+            let expected = "a kernel that ran before the capture";
+            return Err(Error::Workspace { expected, got: spec.to_string() });
+        }
+        self.modules.function(spec, 0)
+    }
+}
+
+/// The kernel instances that runs of a plan launch, for a store to have them ready
+/// ([`KernelStore::prepare`]) before the plans that need them. Needs no device.
+///
+/// # Errors
+/// [`Error::Plan`] for a plan of another engine or pass.
+pub fn instances(plan: &Plan) -> Result<Vec<KernelSpec>, Error> {
+    let config = config::forward(plan)?;
+    let is_split = config.spec.entry() != Entry::Naive && plan.split != Split::Whole;
+    let merge = is_split.then(|| config::merge_splits_spec(plan.problem.q_dtype()));
+    Ok([config.spec].into_iter().chain(merge).collect())
+}
+
+/// A failed launch with the shape that it was for.
+fn with_shape(error: Error, problem: &Problem) -> Error {
+    let Error::Driver { call, what, code, name, reason } = error else {
+        return error;
+    };
+    let lengths = problem.lengths();
+    let what = format!(
+        "{what}, {} sequences of up to {} rows and {} keys, {} heads on {}, dimensions {} and {}",
+        lengths.batch(),
+        lengths.longest_q(),
+        lengths.longest_kv(),
+        problem.q_heads(),
+        problem.kv_heads(),
+        problem.head_dim(),
+        problem.value_dim()
+    );
+    Error::Driver { call, what, code, name, reason }
+}
+
+/// Blocks that give each of a product of items a warp. Past the largest grid a warp takes several: these
+/// kernels take any grid.
+pub(crate) fn warp_blocks(items: &[usize]) -> u32 {
+    let all = items.iter().fold(1usize, |all, &items| all.saturating_mul(items));
+    let most = i32::MAX.unsigned_abs();
+    u32::try_from(all.div_ceil(WARPS)).map_or(most, |blocks| blocks.min(most))
+}
+
+/// Checks that a plan names a kernel of this engine that states it takes such a problem. A plan may be made by
+/// hand, so that what a selector would have seen to is not taken for granted.
+fn check_plan(plan: &Plan, caps: &DeviceCaps) -> Result<(), Error> {
+    const EXPECTED: &str = "a forward plan of the CUDA engine that its kernel takes";
+    let kernel = catalog().iter().find(|kernel| {
+        kernel.engine == Engine::Cuda && kernel.name == plan.kernel && kernel.family == plan.family
+    });
+    let problem = &plan.problem;
+    let compute = caps.cuda.as_ref().map(|device| device.compute);
+    let fits = kernel.is_some_and(|kernel| {
+        kernel.pass() == Pass::Forward
+            && takes(kernel, problem)
+            && kernel.min_compute.is_none_or(|least| compute.is_some_and(|has| has >= least))
+    });
+    if fits && plan.engine == Engine::Cuda && problem.pass() == Pass::Forward {
+        return Ok(());
+    }
+    let Plan { kernel: name, engine, family, .. } = plan;
+    let (q, kv) = (problem.q_dtype(), problem.kv_dtype());
+    let (dim, value_dim) = (problem.head_dim(), problem.value_dim());
+    let rows = problem.lengths().longest_q();
+    let lacks = kernel
+        .map_or(Features::NONE, |kernel| Features::required_by(problem).minus(kernel.features));
+    let got = format!(
+        "{name} ({engine}, {family}) for {rows} query rows, {q} over {kv}, dimensions {dim} and \
+         {value_dim}, lacking {lacks:?}"
+    );
+    Err(Error::Plan { expected: EXPECTED, got })
+}
+
+fn takes(kernel: &KernelDesc, problem: &Problem) -> bool {
+    kernel.q_dtypes.contains(&problem.q_dtype())
+        && kernel.kv_dtypes.contains(&problem.kv_dtype())
+        && kernel.head_dims.accepts(problem.head_dim())
+        && kernel.value_dims.accepts(problem.value_dim())
+        && kernel.max_query_rows.is_none_or(|most| problem.lengths().longest_q() <= most)
+        && Features::required_by(problem).minus(kernel.features) == Features::NONE
+}
+
+fn attribute(context: &CudaContext, attribute: Attribute) -> Result<u32, Error> {
+    let value = context
+        .attribute(attribute)
+        .map_err(|error| failed("cuDeviceGetAttribute", format_args!("{attribute:?}"), error))?;
+    Ok(u32::try_from(value).unwrap_or(0))
+}
+
+fn device_caps(context: &CudaContext) -> Result<CudaCaps, Error> {
+    let name = context.name().map_err(|e| failed("cuDeviceGetName", "the device", e))?;
+    let memory = context.total_mem().map_err(|e| failed("cuDeviceTotalMem", "the device", e))?;
+    let get = |which| attribute(context, which);
+    let smem = get(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+    Ok(CudaCaps {
+        name,
+        compute: (
+            get(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            get(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        ),
+        sm_count: get(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        smem_per_block: Bytes(u64::from(smem)),
+        memory: Bytes(memory as u64),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn engine_without_a_driver_says_what_it_tried() {
+        match CudaEngine::new(usize::MAX) {
+            Err(Error::DriverMissing { tried, .. }) => assert!(!tried.is_empty()),
+            // A driver is there: no device has this number.
+            Err(Error::Driver { .. }) => {}
+            other => panic!("expected an error, got {other:?}"),
+        }
+    }
+
+    #[test]
+    fn failed_launch_names_its_shape() {
+        let spec = attn_core::ProblemSpec::new(attn_core::DType::BF16, 8, 2, 64, &[3], &[77]);
+        let problem = Problem::new(spec).expect("valid");
+        let error = Error::Driver {
+            call: "cuLaunchKernelEx",
+            what: "decode[...] for sm_90a".to_owned(),
+            code: 701,
+            name: "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES".to_owned(),
+            reason: "too many resources requested for launch".to_owned(),
+        };
+        let text = with_shape(error, &problem).to_string();
+        for part in ["cuLaunchKernelEx", "decode[...]", "3 rows and 77 keys", "8 heads on 2", "701"]
+        {
+            assert!(text.contains(part), "{text}");
+        }
+    }
+
+    #[test]
+    fn every_item_gets_a_warp_up_to_the_largest_grid() {
+        assert_eq!(warp_blocks(&[0, 8]), 0);
+        assert_eq!(warp_blocks(&[1, 5]), 2);
+        assert_eq!(warp_blocks(&[usize::MAX, 2]), i32::MAX.unsigned_abs());
+        assert_eq!(warp_blocks(&[1 << 33, 1]), i32::MAX.unsigned_abs());
+    }
+}

@@ -1,0 +1,293 @@
+//! The division of a forward into units of work, and the prefix sums that blocks find theirs by.
+//!
+//! The invariant: the host and the kernels divide alike (`cuda/attn/unit.cuh`, `split.cuh`): a unit is one
+//! tile of flat rows and one part of the keys for one block of heads. It is a function of the problem, the
+//! tile and the split alone, so that it is computed and uploaded once a plan. Computing it on the device would cost a
+//! launch, and the host would still need the size of the grid.
+
+use attn_core::{Arrangement, Problem, Split};
+
+use crate::error::Error;
+
+/// Longest sequence: key positions and their sums with a window stay within 31 bits.
+pub(crate) const MAX_LEN: usize = 1 << 29;
+
+/// How a kernel divides its rows and keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Division {
+    /// One block for each row and head.
+    Rows,
+    /// Tiles of `tile` flat rows, a flat row being one of `pack` heads of a position, and parts of the keys.
+    Tiles {
+        /// Flat rows of a tile.
+        tile: usize,
+        /// Query heads whose rows share a tile.
+        pack: usize,
+        /// Parts of the keys.
+        split: Split,
+    },
+}
+
+/// Prefix sums over the sequences, `batch + 1` entries each, one after the other in `tables`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Lengths {
+    /// In the order of [`Table`].
+    pub(crate) tables: Vec<i64>,
+    /// Rows that are written, padding included, over all sequences.
+    pub(crate) rows: i64,
+    /// Blocks of the forward's grid.
+    pub(crate) blocks: u32,
+    /// Rows of partial results; 0 when no sequence has a second part.
+    pub(crate) partial_rows: i64,
+    /// What every sequence has alike; `None` where they differ, or a grid counts rows.
+    pub(crate) uniform: Option<Uniform>,
+}
+
+/// The lengths and units of each of several equal sequences.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Uniform {
+    /// Units of work.
+    pub(crate) units: u32,
+    /// Query rows.
+    pub(crate) q_len: i32,
+    /// Keys.
+    pub(crate) kv_len: i32,
+}
+
+/// A prefix sum.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Table {
+    /// Packed query rows.
+    Queries,
+    /// Packed keys.
+    Keys,
+    /// What the grid counts: units, or rows for [`Division::Rows`].
+    Units,
+    /// Rows of partial results.
+    Partials,
+    /// Rows that are written.
+    Rows,
+}
+
+impl Table {
+    /// How many there are.
+    pub(crate) const COUNT: usize = 5;
+
+    /// The byte offset of a table in the upload.
+    pub(crate) const fn offset(self, batch: usize) -> u64 {
+        (self as usize * (batch + 1) * size_of::<i64>()) as u64
+    }
+}
+
+impl Lengths {
+    /// The division of a problem.
+    ///
+    /// # Errors
+    /// [`Error::Call`] for a sequence past [`MAX_LEN`] rows or keys, a batch past 31 bits, and a grid past
+    /// 2^31 - 1 blocks.
+    pub(crate) fn new(problem: &Problem, division: Division) -> Result<Self, Error> {
+        let (lengths, batch) = (problem.lengths(), problem.lengths().batch());
+        for (field, longest) in [("q_lens", lengths.longest_q()), ("kv_lens", lengths.longest_kv())]
+        {
+            if longest > MAX_LEN {
+                return Err(too_many(field, MAX_LEN, longest));
+            }
+        }
+        if i32::try_from(batch).is_err() {
+            return Err(too_many("batch", i32::MAX as usize, batch));
+        }
+        let (pack, tile, split) = match division {
+            Division::Rows => (1, 1, Split::Whole),
+            Division::Tiles { tile, pack, split } => (pack.max(1), tile.max(1), split),
+        };
+        let band = problem.band();
+        let heads = problem.q_heads();
+        let mut tables = vec![0i64; Table::COUNT * (batch + 1)];
+        let (mut units, mut partials, mut rows) = (0i64, 0i64, 0i64);
+        for sequence in 0..=batch {
+            let at = |table: Table| table as usize * (batch + 1) + sequence;
+            let row = |range: std::ops::Range<usize>| range.start as i64;
+            let last = sequence == batch;
+            let q = if last { lengths.total_q() as i64 } else { row(lengths.q_rows(sequence)) };
+            let kv = if last { lengths.total_kv() as i64 } else { row(lengths.kv_rows(sequence)) };
+            (tables[at(Table::Queries)], tables[at(Table::Keys)]) = (q, kv);
+            tables[at(Table::Partials)] = partials;
+            tables[at(Table::Rows)] = rows;
+            tables[at(Table::Units)] = if division == Division::Rows { rows } else { units };
+            if last {
+                break;
+            }
+            let (q_len, kv_len) = (lengths.q(sequence), lengths.kv(sequence));
+            let written = match problem.q_arrangement() {
+                Arrangement::Packed => q_len,
+                Arrangement::Padded => lengths.longest_q(),
+            };
+            let flat = written.saturating_mul(pack);
+            if i32::try_from(flat).is_err() {
+                return Err(too_many("query rows times packed heads", i32::MAX as usize, flat));
+            }
+            let parts = split.parts(band.rows(0..q_len, q_len, kv_len).len());
+            // Products of counts below 2^31 each, summed over fewer than 2^31 sequences: checked, since only
+            // absurd calls come here.
+            let of_sequence = [flat.div_ceil(tile), parts];
+            let unit_count = product(&of_sequence)?;
+            let partial_count = if parts > 1 { product(&[parts, written, heads])? } else { 0 };
+            units = sum(units, unit_count)?;
+            partials = sum(partials, partial_count)?;
+            rows = sum(rows, written as i64)?;
+        }
+        let is_rows = division == Division::Rows;
+        let counted = usize::try_from(if is_rows { rows } else { units }).unwrap_or(usize::MAX);
+        let blocks = counted.saturating_mul(heads / pack);
+        let most = i32::MAX.unsigned_abs();
+        let blocks = match u32::try_from(blocks) {
+            Ok(blocks) if blocks <= most => blocks,
+            // A block takes several rows where there are more than the largest grid has blocks.
+            _ if is_rows => most,
+            _ => return Err(too_many("blocks of the grid", most as usize, blocks)),
+        };
+        let uniform = if division == Division::Rows { None } else { uniform(problem, units) };
+        Ok(Self { tables, rows, blocks, partial_rows: partials, uniform })
+    }
+
+    /// Bytes of f32 partial outputs and LSEs of `value_dim` elements.
+    pub(crate) fn partial_bytes(&self, value_dim: usize) -> Result<usize, Error> {
+        let rows = usize::try_from(self.partial_rows).unwrap_or(usize::MAX);
+        let bytes = product(&[rows, value_dim + 1, size_of::<f32>()])?;
+        usize::try_from(bytes).map_err(|_| overflow("partial results"))
+    }
+}
+
+/// What equal sequences have alike, `units` being those of all.
+fn uniform(problem: &Problem, units: i64) -> Option<Uniform> {
+    let lengths = problem.lengths();
+    let batch = lengths.batch();
+    let first = (batch > 0).then(|| (lengths.q(0), lengths.kv(0)))?;
+    let units = u32::try_from(units.checked_div(i64::try_from(batch).ok()?)?).ok()?;
+    let is_uniform = (1..batch).all(|n| (lengths.q(n), lengths.kv(n)) == first);
+    let (q_len, kv_len) = (i32::try_from(first.0).ok()?, i32::try_from(first.1).ok()?);
+    (is_uniform && units > 0).then_some(Uniform { units, q_len, kv_len })
+}
+
+fn product(factors: &[usize]) -> Result<i64, Error> {
+    let wide = factors.iter().try_fold(1usize, |product, &factor| product.checked_mul(factor));
+    wide.and_then(|n| i64::try_from(n).ok()).ok_or_else(|| overflow("units of work"))
+}
+
+fn sum(a: i64, b: i64) -> Result<i64, Error> {
+    a.checked_add(b).ok_or_else(|| overflow("units of work"))
+}
+
+fn overflow(what: &'static str) -> Error {
+    attn_core::Error::Overflow { what, detail: "counted over all sequences".to_owned() }.into()
+}
+
+fn too_many(field: &'static str, most: usize, got: usize) -> Error {
+    attn_core::Error::invalid(field, format!("at most {most}"), got).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use attn_core::{DType, ProblemSpec};
+
+    use super::*;
+
+    fn table(lengths: &Lengths, table: Table) -> &[i64] {
+        let entries = lengths.tables.len() / Table::COUNT;
+        &lengths.tables[table as usize * entries..][..entries]
+    }
+
+    fn spec(q_lens: &[usize], kv_lens: &[usize]) -> ProblemSpec {
+        ProblemSpec::new(DType::BF16, 8, 2, 64, q_lens, kv_lens)
+    }
+
+    fn divide(spec: ProblemSpec, division: Division) -> Lengths {
+        Lengths::new(&Problem::new(spec).expect("valid"), division).expect("small")
+    }
+
+    const fn tiles(tile: usize, pack: usize, split: Split) -> Division {
+        Division::Tiles { tile, pack, split }
+    }
+
+    #[test]
+    fn units_are_tiles_of_packed_rows_times_parts() {
+        let got = divide(spec(&[1, 0, 5], &[100, 7, 33]), tiles(16, 4, Split::Chunks(32)));
+        assert_eq!(table(&got, Table::Queries), [0, 1, 1, 6]);
+        assert_eq!(table(&got, Table::Keys), [0, 100, 107, 140]);
+        // 4 parts of one tile; no rows; two tiles of 20 flat rows in two parts.
+        assert_eq!(table(&got, Table::Units), [0, 4, 4, 8]);
+        assert_eq!(table(&got, Table::Partials), [0, 32, 32, 112]);
+        assert_eq!(table(&got, Table::Rows), [0, 1, 1, 6]);
+        assert_eq!((got.blocks, got.partial_rows, got.rows), (16, 112, 6));
+        assert_eq!(got.partial_bytes(64).expect("small"), 112 * 65 * 4);
+    }
+
+    #[test]
+    fn single_parts_leave_no_partial_results() {
+        let got = divide(spec(&[3, 2], &[64, 0]), tiles(64, 1, Split::Whole));
+        assert_eq!(table(&got, Table::Partials), [0, 0, 0]);
+        assert_eq!((got.blocks, got.partial_rows), (2 * 8, 0));
+        assert_eq!(got.partial_bytes(64).expect("small"), 0);
+    }
+
+    #[test]
+    fn parts_are_of_the_keys_that_some_row_sees() {
+        let mut windowed = spec(&[1], &[1000]);
+        (windowed.causal, windowed.window_left) = (true, Some(63));
+        let got = divide(windowed, tiles(16, 4, Split::Chunks(32)));
+        assert_eq!(table(&got, Table::Units), [0, 2]);
+    }
+
+    #[test]
+    fn padded_rows_are_written_too() {
+        let mut padded = spec(&[1, 5], &[8, 8]);
+        padded.q_arrangement = Arrangement::Padded;
+        let got = divide(padded.clone(), tiles(16, 4, Split::Whole));
+        assert_eq!(table(&got, Table::Units), [0, 2, 4]);
+        assert_eq!(table(&got, Table::Queries), [0, 1, 6]);
+        assert_eq!(table(&got, Table::Rows), [0, 5, 10]);
+        let rows = divide(padded, Division::Rows);
+        assert_eq!(table(&rows, Table::Units), [0, 5, 10]);
+        assert_eq!((rows.blocks, rows.partial_rows), (80, 0));
+    }
+
+    #[test]
+    fn nothing_to_do_is_no_block() {
+        let empty = divide(spec(&[], &[]), tiles(64, 1, Split::Whole));
+        assert_eq!((empty.blocks, empty.tables.as_slice()), (0, &[0; Table::COUNT][..]));
+        let rows = divide(spec(&[0, 0], &[5, 0]), Division::Rows);
+        assert_eq!((rows.blocks, rows.rows), (0, 0));
+        let mut headless = spec(&[4], &[4]);
+        headless.q_heads = 0;
+        assert_eq!(divide(headless, Division::Rows).blocks, 0);
+    }
+
+    #[test]
+    fn lengths_refuse_what_does_not_fit_the_kernels_integers() {
+        let refused = |spec: ProblemSpec, division| {
+            let problem = Problem::new(spec).expect("valid");
+            Lengths::new(&problem, division).expect_err("too large").to_string()
+        };
+        let error = refused(spec(&[1], &[MAX_LEN + 1]), Division::Rows);
+        assert!(error.contains("kv_lens") && error.contains("536870913"), "{error}");
+        let most = i32::MAX.unsigned_abs();
+        assert_eq!(divide(spec(&[MAX_LEN], &[1]), Division::Rows).blocks, most);
+        let error = refused(spec(&[MAX_LEN], &[1]), tiles(64, 4, Split::Whole));
+        assert!(error.contains("packed heads"), "{error}");
+        let error = refused(spec(&[1; 64], &[MAX_LEN; 64]), tiles(1, 1, Split::Chunks(1)));
+        assert!(error.contains("blocks of the grid"), "{error}");
+    }
+
+    #[test]
+    fn every_key_count_splits_as_the_plan_says() {
+        for kv_len in 0..70 {
+            for split in [Split::Whole, Split::Chunks(7), Split::Parts(5), Split::Parts(100)] {
+                let got = divide(spec(&[1], &[kv_len]), tiles(16, 1, split));
+                let parts = split.parts(kv_len) as i64;
+                assert_eq!(table(&got, Table::Units)[1], parts, "{kv_len} {split}");
+                let partial = if parts > 1 { parts * 8 } else { 0 };
+                assert_eq!(got.partial_rows, partial, "{kv_len} {split}");
+            }
+        }
+    }
+}

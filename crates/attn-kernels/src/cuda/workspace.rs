@@ -1,0 +1,206 @@
+//! What runs need on the device beyond their tensors: the lengths of each plan, and partial results.
+//!
+//! The invariant: a run of a prepared plan neither allocates nor copies, and preparing one leaves everything
+//! as it was when it fails. Lengths of several plans are kept, for a model's layers alternate between a few; the
+//! least recently used are replaced in place. In place only where no graph holds them: a graph's
+//! lengths must stay those it was captured with, since its tensors do.
+
+use std::sync::Arc;
+
+use attn_core::{Family, Plan, Problem, Split, Tile};
+use cudarc::driver::{CudaContext, CudaStream};
+
+use super::params::ForwardParams;
+use crate::error::Error;
+use crate::launch::{Allocation, check_context};
+use crate::module::Function;
+
+/// Plans that a workspace is prepared for at the same time.
+const MAX_PLANS: usize = 8;
+
+/// Scratch memory of one stream, explicit and reused from call to call.
+///
+/// It belongs to the stream that it was first prepared on and is refused on any other: two streams that shared
+/// it would overwrite each other's partial results. It grows and never shrinks; drop it to give the memory back.
+///
+/// ```
+/// assert_eq!(attn_kernels::cuda::Workspace::new().bytes(), 0);
+/// ```
+#[derive(Debug, Default)]
+pub struct Workspace {
+    stream: Option<Arc<CudaStream>>,
+    partials: Option<Arc<Allocation>>,
+    plans: Vec<Prepared>,
+    clock: u64,
+}
+
+/// All of a plan's launches but their tensors.
+#[derive(Debug)]
+pub(crate) struct Prepared {
+    pub(crate) key: Key,
+    /// The lengths, as [`super::lengths::Lengths`] lays them out.
+    pub(crate) lengths: Arc<Allocation>,
+    pub(crate) function: Arc<Function>,
+    pub(crate) threads: u32,
+    pub(crate) blocks: u32,
+    pub(crate) dynamic_smem: u32,
+    /// Rows must start on 16 bytes.
+    pub(crate) is_aligned: bool,
+    pub(crate) merge: Option<Merge>,
+    pub(crate) params: ForwardParams,
+    /// Bytes of partial outputs, which come before the partial LSEs.
+    pub(crate) partial_outputs: u64,
+    pub(crate) used: u64,
+}
+
+/// The launch that merges the parts.
+#[derive(Debug)]
+pub(crate) struct Merge {
+    pub(crate) function: Arc<Function>,
+    pub(crate) threads: u32,
+    pub(crate) blocks: u32,
+    /// Prefix sums of the rows, which it has in place of units.
+    pub(crate) row_starts: u64,
+}
+
+/// What of a plan decides its launches.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Key {
+    problem: Problem,
+    kernel: &'static str,
+    family: Family,
+    tile: Tile,
+    split: Split,
+}
+
+impl Key {
+    pub(crate) fn of(plan: &Plan) -> Self {
+        let &Plan { ref problem, kernel, family, tile, split, .. } = plan;
+        Self { problem: problem.clone(), kernel, family, tile, split }
+    }
+
+    /// Cheap parts first; problems compare by a hash before they compare by their lengths.
+    fn is(&self, plan: &Plan) -> bool {
+        self.kernel == plan.kernel
+            && self.family == plan.family
+            && self.tile == plan.tile
+            && self.split == plan.split
+            && self.problem == plan.problem
+    }
+}
+
+impl Workspace {
+    /// A workspace without memory.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Device memory in use, in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        let lengths = self.plans.iter().map(|plan| plan.lengths.bytes());
+        let partials = self.partials.iter().map(|partials| partials.bytes());
+        lengths.chain(partials).map(|bytes| bytes as u64).sum()
+    }
+
+    /// Whether a run of the plan needs nothing more.
+    #[must_use]
+    pub fn is_prepared(&self, plan: &Plan) -> bool {
+        self.plans.iter().any(|prepared| prepared.key.is(plan))
+    }
+
+    /// Writes `byte` over the memory for partial results, in stream order: what a run reads there it has written.
+    ///
+    /// # Errors
+    /// [`Error::Workspace`] on another stream than the workspace's; [`Error::Driver`].
+    pub fn fill(&mut self, stream: &CudaStream, byte: u8) -> Result<(), Error> {
+        self.check_stream(stream)?;
+        self.partials.as_ref().map_or(Ok(()), |partials| partials.fill(stream, byte))
+    }
+
+    /// Checks that a stream is the workspace's own, if it has one yet.
+    pub(crate) fn check_stream(&self, stream: &CudaStream) -> Result<(), Error> {
+        let Some(own) = &self.stream else {
+            return Ok(());
+        };
+        check_context(own.context(), stream.context())?;
+        if own.cu_stream() == stream.cu_stream() {
+            return Ok(());
+        }
+        let got = "another stream: take a workspace for each".to_owned();
+        Err(Error::Workspace { expected: "the stream it was prepared on", got })
+    }
+
+    /// The launches of a plan, if it is prepared, and the memory for its partial results.
+    pub(crate) fn find(&mut self, plan: &Plan) -> Option<(&Prepared, Option<&Arc<Allocation>>)> {
+        let at = self.plans.iter().position(|prepared| prepared.key.is(plan))?;
+        self.clock += 1;
+        self.plans[at].used = self.clock;
+        Some((&self.plans[at], self.partials.as_ref()))
+    }
+
+    /// Memory for the lengths of one more plan: that of the least recently used one where it is large enough and
+    /// nothing else uses it.
+    pub(crate) fn lengths(
+        &self,
+        context: &Arc<CudaContext>,
+        bytes: usize,
+    ) -> Result<Arc<Allocation>, Error> {
+        if self.plans.len() >= MAX_PLANS
+            && let Some(oldest) = self.oldest()
+        {
+            let memory = &self.plans[oldest].lengths;
+            if memory.bytes() >= bytes && Arc::strong_count(memory) == 1 {
+                return Ok(Arc::clone(memory));
+            }
+        }
+        // Rounded up, so that a batch that grows by a sequence now and then finds room.
+        Allocation::new(context, bytes.next_power_of_two().max(1 << 12))
+    }
+
+    /// Memory for partial results; what there is where that is enough.
+    pub(crate) fn partials(
+        &self,
+        context: &Arc<CudaContext>,
+        bytes: usize,
+    ) -> Result<Option<Arc<Allocation>>, Error> {
+        match &self.partials {
+            Some(partials) if partials.bytes() >= bytes => Ok(Some(Arc::clone(partials))),
+            _ if bytes == 0 => Ok(None),
+            // A quarter more, so that a cache that grows by a token a step does not grow this at every step.
+            _ => Allocation::new(context, bytes.saturating_add(bytes / 4)).map(Some),
+        }
+    }
+
+    /// Takes in a plan whose lengths are on their way. Nothing here can fail.
+    pub(crate) fn insert(
+        &mut self,
+        stream: &Arc<CudaStream>,
+        mut prepared: Prepared,
+        partials: Option<Arc<Allocation>>,
+    ) {
+        self.stream.get_or_insert_with(|| Arc::clone(stream));
+        if partials.is_some() {
+            self.partials = partials;
+        }
+        self.clock += 1;
+        prepared.used = self.clock;
+        if self.plans.len() >= MAX_PLANS
+            && let Some(oldest) = self.oldest()
+        {
+            self.plans[oldest] = prepared;
+        } else {
+            self.plans.push(prepared);
+        }
+    }
+
+    /// Gives up the plan whose lengths are in `memory`: they may have been written over.
+    pub(crate) fn forget(&mut self, memory: &Arc<Allocation>) {
+        self.plans.retain(|prepared| !Arc::ptr_eq(&prepared.lengths, memory));
+    }
+
+    fn oldest(&self) -> Option<usize> {
+        (0..self.plans.len()).min_by_key(|&at| self.plans[at].used)
+    }
+}

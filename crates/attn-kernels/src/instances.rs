@@ -1,0 +1,174 @@
+//! The kernel instances that are shipped: chosen by frequency, at most about sixty.
+//!
+//! The invariant: every instance here has a recorded register, spill and shared-memory figure for
+//! every arch it is shipped for. Any other combination compiles on first use from the same sources.
+
+use attn_core::{
+    CacheLayout, DType, KvStorage, PageOrder, Problem, ProblemSpec, Tile, ValueStorage,
+};
+
+use crate::cuda::config;
+use crate::spec::{Entry, KernelSpec};
+
+/// An instance and what a launch of it asks of a multiprocessor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Instance {
+    /// What to compile.
+    pub spec: KernelSpec,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Bytes of dynamic shared memory of a block.
+    pub dynamic_smem: u32,
+}
+
+/// The kind of call that a forward instance serves.
+#[derive(Debug, Clone, Copy)]
+struct Kind {
+    entry: Entry,
+    q_dtype: DType,
+    kv_dtype: DType,
+    dims: (usize, usize),
+    is_paged: bool,
+    is_general: bool,
+    tile: Tile,
+}
+
+const BF16: DType = DType::BF16;
+const F16: DType = DType::F16;
+const E4M3: DType = DType::F8E4M3;
+const E5M2: DType = DType::F8E5M2;
+
+/// The tiles that a device with 227 KiB of shared memory a block gets.
+const ROWS_128: Tile = Tile { q: 128, kv: 64 };
+const ROWS_64: Tile = Tile { q: 64, kv: 64 };
+const ROWS_32: Tile = Tile { q: 32, kv: 16 };
+const ROWS_16: Tile = Tile { q: 16, kv: 16 };
+const ROWS_16_NARROW: Tile = Tile { q: 16, kv: 32 };
+
+impl Kind {
+    const fn prefill(dtype: DType, dim: usize) -> Self {
+        Self {
+            entry: Entry::Prefill,
+            q_dtype: dtype,
+            kv_dtype: dtype,
+            dims: (dim, dim),
+            is_paged: false,
+            is_general: false,
+            tile: ROWS_128,
+        }
+    }
+
+    const fn decode(dtype: DType, dim: usize, tile: Tile) -> Self {
+        Self { entry: Entry::Decode, tile, is_paged: true, ..Self::prefill(dtype, dim) }
+    }
+
+    /// The instance, through a problem that asks for it.
+    fn instance(self) -> Option<Instance> {
+        let (dim, value_dim) = self.dims;
+        let mut spec = ProblemSpec::new(self.q_dtype, 1, 1, dim, &[1], &[1]);
+        spec.value_dim = value_dim;
+        spec.kv_dtype = self.kv_dtype;
+        spec.softcap = self.is_general.then_some(1.0);
+        if self.is_paged {
+            let value = ValueStorage::Separate(value_dim);
+            let order = PageOrder::Nhd;
+            let layout = CacheLayout::contiguous(self.kv_dtype, order, 16, 1, dim, value);
+            spec.kv = KvStorage::Paged(layout.ok()?);
+        }
+        let problem = Problem::new(spec).ok()?;
+        Some(config::instance(self.entry, &problem, self.tile))
+    }
+}
+
+/// Forward instances, the most frequent first.
+fn forward_kinds() -> Vec<Kind> {
+    let mut kinds = Vec::new();
+    for dtype in [BF16, F16] {
+        for dim in [64, 96, 128, 192, 256] {
+            kinds.push(Kind::prefill(dtype, dim));
+        }
+        // Key and value dimensions of latent attention's prompts.
+        kinds.push(Kind { dims: (192, 128), ..Kind::prefill(dtype, 192) });
+        for dim in [64, 128] {
+            // Prompts after a cached prefix.
+            kinds.push(Kind { is_paged: true, ..Kind::prefill(dtype, dim) });
+            kinds.push(Kind { is_general: true, ..Kind::prefill(dtype, dim) });
+            // Short prompts.
+            kinds.push(Kind { tile: ROWS_64, ..Kind::prefill(dtype, dim) });
+            let rows = if dim == 64 { ROWS_16_NARROW } else { ROWS_16 };
+            kinds.push(Kind::decode(dtype, dim, rows));
+            kinds.push(Kind { kv_dtype: E4M3, ..Kind::decode(dtype, dim, rows) });
+        }
+        kinds.push(Kind::decode(dtype, 256, ROWS_16));
+        for tile in [ROWS_32, ROWS_64] {
+            kinds.push(Kind::decode(dtype, 128, tile));
+        }
+        kinds.push(Kind { is_general: true, ..Kind::decode(dtype, 128, ROWS_16) });
+        kinds.push(Kind { is_paged: false, ..Kind::decode(dtype, 128, ROWS_16) });
+    }
+    kinds
+}
+
+/// Every shipped instance.
+#[must_use]
+pub fn shipped() -> Vec<Instance> {
+    let mut all: Vec<_> = forward_kinds().into_iter().filter_map(Kind::instance).collect();
+    all.extend(helpers());
+    all
+}
+
+/// Instances without tiles.
+fn helpers() -> impl Iterator<Item = Instance> {
+    let naive = [(DType::F32, DType::F32), (F16, F16), (BF16, BF16), (BF16, E4M3)];
+    let appends = [(BF16, BF16), (F16, F16), (BF16, E4M3), (BF16, E5M2), (F16, E4M3)];
+    let naive = naive.map(|(q, kv)| (config::naive_spec(q, kv), config::NAIVE_THREADS));
+    let appends =
+        appends.map(|(q, cache)| (config::append_kv_spec(q, cache), config::HELPER_THREADS));
+    let merges = [F16, BF16].map(config::merge_splits_spec);
+    let states = [DType::F32, F16, BF16].map(config::merge_states_spec);
+    let others = merges.into_iter().chain(states).chain([config::copy_blocks_spec()]);
+    let others = others.map(|spec| (spec, config::HELPER_THREADS));
+    let all = naive.into_iter().chain(appends).chain(others);
+    all.map(|(spec, threads)| Instance { spec, threads, dynamic_smem: 0 })
+}
+
+/// One instance a family, for checks that must be quick.
+#[must_use]
+pub fn representatives() -> Vec<Instance> {
+    let kinds = [
+        Kind::prefill(BF16, 128),
+        Kind { is_paged: true, is_general: true, ..Kind::prefill(F16, 64) },
+        Kind { kv_dtype: E4M3, ..Kind::decode(BF16, 128, ROWS_16) },
+    ];
+    let mut all: Vec<_> = kinds.into_iter().filter_map(Kind::instance).collect();
+    let mut seen = Vec::new();
+    all.extend(helpers().filter(|instance| {
+        let entry = instance.spec.entry();
+        let is_new = !seen.contains(&entry);
+        seen.push(entry);
+        is_new
+    }));
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shipped_instances_are_few_and_distinct() {
+        let all = shipped();
+        assert!((50..=62).contains(&all.len()), "{}", all.len());
+        for (n, instance) in all.iter().enumerate() {
+            assert!(all[n + 1..].iter().all(|other| other.spec != instance.spec));
+        }
+    }
+
+    #[test]
+    fn representatives_cover_every_entry() {
+        let all = representatives();
+        for entry in Entry::ALL {
+            assert!(all.iter().any(|instance| instance.spec.entry() == entry), "{entry}");
+        }
+    }
+}

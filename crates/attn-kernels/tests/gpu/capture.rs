@@ -1,0 +1,188 @@
+//! Graphs, streams, and what a run costs the host.
+
+use std::io::Write as _;
+use std::sync::Arc;
+use std::time::Instant;
+
+use attn_core::{DType, Plan, Problem, ProblemSpec, Split};
+use attn_kernels::Error;
+use attn_kernels::cuda::{
+    CudaEngine, CudaStream, DeviceBuffer, DeviceTensor, DeviceTensorMut, Inputs, Outputs, Workspace,
+};
+
+use crate::{engine, plan};
+
+const HEADS: usize = 4;
+const DIM: usize = 64;
+
+/// A small causal call in f32 with tensors of its own.
+struct Call {
+    plan: Plan,
+    q: DeviceBuffer,
+    kv: DeviceBuffer,
+    o: DeviceBuffer,
+    rows: usize,
+    keys: usize,
+}
+
+impl Call {
+    fn new(engine: &CudaEngine, stream: &CudaStream, rows: usize, keys: usize) -> Self {
+        let mut spec = ProblemSpec::new(DType::F32, HEADS, HEADS, DIM, &[rows], &[keys]);
+        spec.causal = true;
+        let problem = Problem::new(spec).expect("valid");
+        let wave = |n: usize| (0..n).map(|i| (i as f32 * 0.37).sin()).collect::<Vec<_>>();
+        let upload = |n| DeviceBuffer::from_host(stream, &wave(n * HEADS * DIM)).expect("memory");
+        Self {
+            plan: plan(engine, "cuda_naive", &problem, Split::Whole),
+            q: upload(rows),
+            kv: upload(keys),
+            o: DeviceBuffer::zeroed(stream, rows * HEADS * DIM * 4).expect("memory"),
+            rows,
+            keys,
+        }
+    }
+
+    fn run(
+        &mut self,
+        engine: &CudaEngine,
+        workspace: &mut Workspace,
+        stream: &Arc<CudaStream>,
+    ) -> Result<(), Error> {
+        let (q, kv) = ([self.rows, HEADS, DIM], [self.keys, HEADS, DIM]);
+        let inputs = Inputs::dense(
+            DeviceTensor::contiguous("q", &self.q, DType::F32, &q)?,
+            DeviceTensor::contiguous("k", &self.kv, DType::F32, &kv)?,
+            DeviceTensor::contiguous("v", &self.kv, DType::F32, &kv)?,
+        );
+        let o = DeviceTensorMut::contiguous("o", &mut self.o, DType::F32, &q)?;
+        let mut outputs = Outputs { o, lse: None };
+        engine.forward(&self.plan, &inputs, &mut outputs, workspace, stream)
+    }
+
+    fn output(&self, stream: &CudaStream) -> Vec<f32> {
+        self.o.to_host(stream, self.rows * HEADS * DIM).expect("a copy")
+    }
+}
+
+#[test]
+fn graph_replays_what_was_captured() {
+    let Some(engine) = engine("graph_replays_what_was_captured") else {
+        return;
+    };
+    let stream = engine.new_stream().expect("a stream");
+    let mut workspace = Workspace::new();
+    let mut call = Call::new(&engine, &stream, 7, 33);
+    call.run(&engine, &mut workspace, &stream).expect("a run");
+    let want = call.output(&stream);
+    assert!(want.iter().any(|&x| x != 0.0));
+
+    let graph = engine.capture(&stream, || call.run(&engine, &mut workspace, &stream));
+    let graph = graph.expect("a graph");
+    call.o.fill(&stream, 0).expect("a fill");
+    for _ in 0..2 {
+        graph.launch(&stream).expect("a replay");
+        assert_eq!(call.output(&stream), want);
+    }
+    // Other inputs, same graph; then other lengths in the same workspace, which are not the graph's.
+    let zeros = vec![0f32; 7 * HEADS * DIM];
+    call.q.copy_from_host(&stream, &zeros).expect("a copy");
+    let mut other = Call::new(&engine, &stream, 3, 90);
+    for keys in 90..110 {
+        other = Call::new(&engine, &stream, 3, keys);
+        other.run(&engine, &mut workspace, &stream).expect("a run");
+    }
+    graph.launch(&stream).expect("a replay");
+    let replayed = call.output(&stream);
+    call.run(&engine, &mut workspace, &stream).expect("a run");
+    assert_eq!(replayed, call.output(&stream));
+    assert_ne!(replayed, want);
+    // The graph keeps the memory of the buffers that it uses.
+    drop((call, other, workspace));
+    graph.launch(&stream).expect("a replay");
+    engine.synchronize(&stream).expect("no fault");
+}
+
+#[test]
+fn capture_without_prepare_is_refused_and_leaves_the_stream() {
+    let Some(engine) = engine("capture_without_prepare_is_refused_and_leaves_the_stream") else {
+        return;
+    };
+    let stream = engine.new_stream().expect("a stream");
+    let mut workspace = Workspace::new();
+    let mut call = Call::new(&engine, &stream, 2, 5);
+    let refused = engine.capture(&stream, || call.run(&engine, &mut workspace, &stream));
+    let refused = refused.expect_err("not prepared");
+    assert!(matches!(refused, Error::Workspace { .. }), "{refused}");
+    assert!(refused.to_string().contains("prepare"), "{refused}");
+    assert_eq!(workspace.bytes(), 0);
+    // The stream is as usable as before, for a prepared capture too.
+    engine.prepare(&call.plan, &mut workspace, &stream).expect("prepared");
+    assert!(workspace.is_prepared(&call.plan));
+    engine
+        .capture(&stream, || call.run(&engine, &mut workspace, &stream))
+        .expect("a graph")
+        .launch(&stream)
+        .expect("a replay");
+    assert!(call.output(&stream).iter().any(|&x| x != 0.0));
+    // The default stream cannot be captured, and says so as a value.
+    let default = engine.default_stream();
+    assert!(engine.capture(&default, || Ok(())).is_err());
+}
+
+#[test]
+fn capture_ends_when_its_work_panics() {
+    let Some(engine) = engine("capture_ends_when_its_work_panics") else {
+        return;
+    };
+    let stream = engine.new_stream().expect("a stream");
+    let work = || engine.capture(&stream, || panic!("inside a capture"));
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+    assert!(panicked.is_err());
+    engine.synchronize(&stream).expect("a stream that is not captured");
+}
+
+#[test]
+fn two_streams_run_with_a_workspace_each() {
+    let Some(engine) = engine("two_streams_run_with_a_workspace_each") else {
+        return;
+    };
+    let streams = [engine.new_stream().expect("a"), engine.new_stream().expect("b")];
+    let mut sides =
+        streams.each_ref().map(|stream| (Call::new(&engine, stream, 5, 200), Workspace::new()));
+    for _ in 0..20 {
+        for (stream, (call, workspace)) in streams.iter().zip(&mut sides) {
+            call.run(&engine, workspace, stream).expect("a run");
+        }
+    }
+    let [a, b] = [0, 1].map(|n| sides[n].0.output(&streams[n]));
+    assert_eq!(a, b);
+    let (call, workspace) = &mut sides[0];
+    let refused = call.run(&engine, workspace, &streams[1]).expect_err("another stream");
+    assert!(matches!(refused, Error::Workspace { .. }), "{refused}");
+}
+
+#[test]
+fn run_of_a_prepared_plan_costs_the_host_microseconds() {
+    let Some(engine) = engine("run_of_a_prepared_plan_costs_the_host_microseconds") else {
+        return;
+    };
+    let stream = engine.new_stream().expect("a stream");
+    let mut workspace = Workspace::new();
+    let mut call = Call::new(&engine, &stream, 1, 1);
+    call.run(&engine, &mut workspace, &stream).expect("a run");
+    let bytes = workspace.bytes();
+    // Few enough that the queue of the stream does not fill, whose wait is the device's.
+    let mut best = f64::INFINITY;
+    for _ in 0..20 {
+        engine.synchronize(&stream).expect("done");
+        let start = Instant::now();
+        for _ in 0..200 {
+            call.run(&engine, &mut workspace, &stream).expect("a run");
+        }
+        best = best.min(start.elapsed().as_secs_f64() * 1e6 / 200.0);
+    }
+    let _ = writeln!(std::io::stderr(), "forward of a prepared plan: {best:.2} us of the host");
+    assert_eq!(workspace.bytes(), bytes, "a steady state allocates nothing");
+    // The goal is 5 us in a release build on an idle machine; a test only guards the order of magnitude.
+    assert!(best < 50.0, "{best} us");
+}
