@@ -135,12 +135,10 @@ pub fn judge_backward<E>(
 
 /// Judges some rows of a result that was computed elsewhere: for calls too long to compute whole.
 ///
-/// `rows` are pairs of sequence and row; `o` and `lse` are the whole outputs, arranged as the problem says.
-/// A verdict may be over its limit: callers look at [`Comparison::is_within`]. Positions in it are
-/// `[n-th asked row, head, ...]`.
+/// As [`ExpectedRows::new`] and [`ExpectedRows::judge`], for a single result.
 ///
 /// # Errors
-/// As [`naive::forward_rows`]; [`Error::Layout`] for outputs of another shape.
+/// As these two.
 pub fn judge_rows(
     problem: &Problem,
     inputs: &Inputs<'_>,
@@ -148,33 +146,66 @@ pub fn judge_rows(
     o: &TensorView<'_>,
     lse: &View<'_, f32>,
 ) -> Result<ForwardVerdict, Error> {
-    let reference = naive::forward_rows(problem, inputs, rows)?;
-    let baseline = materialised::forward_rows_error(problem, inputs, rows, &reference)?;
-    let (heads, value_dim) = (problem.q_heads(), problem.value_dim());
-    let (mut got_o, mut got_lse) = (Vec::new(), Vec::new());
-    for &(sequence, row) in rows {
-        let o_row = attn_core::dispatch_view!(o, view => {
-            let row = problem.q_rows(view, sequence).and_then(|rows| rows.at(row));
-            row.map(|row| read_view(&row))
-        });
-        let lse_row = problem.q_rows(lse, sequence).and_then(|rows| rows.at(row));
-        let (Some(o_row), Some(lse_row)) = (o_row, lse_row) else {
-            let got = format!("{:?} and {:?}", o.shape(), lse.shape());
-            return Err(Error::layout("o and lse", "the problem's rows", got));
-        };
-        got_o.extend(o_row);
-        got_lse.extend(read_view(&lse_row));
+    ExpectedRows::new(problem, inputs, rows)?.judge(o, lse)
+}
+
+/// What some rows of a call must be, for judging several results by it.
+#[derive(Debug, Clone)]
+pub struct ExpectedRows {
+    problem: Problem,
+    rows: Vec<(usize, usize)>,
+    reference: naive::Reference,
+    baseline: materialised::ForwardError,
+}
+
+impl ExpectedRows {
+    /// Computes reference and baseline of `rows`, which are pairs of sequence and row.
+    ///
+    /// # Errors
+    /// As [`naive::forward_rows`].
+    pub fn new(
+        problem: &Problem,
+        inputs: &Inputs<'_>,
+        rows: &[(usize, usize)],
+    ) -> Result<Self, Error> {
+        let reference = naive::forward_rows(problem, inputs, rows)?;
+        let baseline = materialised::forward_rows_error(problem, inputs, rows, &reference)?;
+        Ok(Self { problem: problem.clone(), rows: rows.to_vec(), reference, baseline })
     }
-    let rule = ErrorRule::new(problem.q_dtype());
-    Ok(ForwardVerdict {
-        o: compare::judge(rule, &got_o, &reference.o, baseline.o).with_shape(&[
-            rows.len(),
-            heads,
-            value_dim,
-        ]),
-        lse: compare::judge(LSE_RULE, &got_lse, &reference.lse, baseline.lse)
-            .with_shape(&[rows.len(), heads]),
-    })
+
+    /// Judges these rows of a result; `o` and `lse` are the whole outputs, arranged as the problem says.
+    ///
+    /// A verdict may be over its limit: callers look at [`Comparison::is_within`]. Positions in it are
+    /// `[n-th asked row, head, ...]`.
+    ///
+    /// # Errors
+    /// [`Error::Layout`] for outputs of another shape.
+    pub fn judge(&self, o: &TensorView<'_>, lse: &View<'_, f32>) -> Result<ForwardVerdict, Error> {
+        let Self { problem, rows, reference, baseline } = self;
+        let (heads, value_dim) = (problem.q_heads(), problem.value_dim());
+        let (mut got_o, mut got_lse) = (Vec::new(), Vec::new());
+        for &(sequence, row) in rows {
+            let o_row = attn_core::dispatch_view!(o, view => {
+                let row = problem.q_rows(view, sequence).and_then(|rows| rows.at(row));
+                row.map(|row| read_view(&row))
+            });
+            let lse_row = problem.q_rows(lse, sequence).and_then(|rows| rows.at(row));
+            let (Some(o_row), Some(lse_row)) = (o_row, lse_row) else {
+                let got = format!("{:?} and {:?}", o.shape(), lse.shape());
+                return Err(Error::layout("o and lse", "the problem's rows", got));
+            };
+            got_o.extend(o_row);
+            got_lse.extend(read_view(&lse_row));
+        }
+        let rule = ErrorRule::new(problem.q_dtype());
+        let shape = [rows.len(), heads, value_dim];
+        let lse_shape = [rows.len(), heads];
+        Ok(ForwardVerdict {
+            o: compare::judge(rule, &got_o, &reference.o, baseline.o).with_shape(&shape),
+            lse: compare::judge(LSE_RULE, &got_lse, &reference.lse, baseline.lse)
+                .with_shape(&lse_shape),
+        })
+    }
 }
 
 /// The LSE is f32 whatever the dtype, and made from f32 scores.

@@ -27,7 +27,7 @@ pub use crate::compare::{Comparison, Mismatch, compare};
 pub use crate::corpus::corpus;
 pub use crate::error::Failure;
 pub use crate::judge::{
-    BackwardVerdict, ForwardVerdict, judge_backward, judge_forward, judge_rows,
+    BackwardVerdict, ExpectedRows, ForwardVerdict, judge_backward, judge_forward, judge_rows,
 };
 pub use crate::naive::{Reference, ReferenceGradients};
 pub use crate::storage::Placement;

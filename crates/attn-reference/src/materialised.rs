@@ -6,7 +6,7 @@
 //! an engine may keep the product in f32 and be better, none needs to be worse.
 //!
 //! An error of one evaluation can be small by luck, above all on a case of a few elements, and twice
-//! nothing is nothing. So the baseline is the worst of three evaluations that all fit the definition
+//! nothing is nothing. So the baseline is the worst of several evaluations that all fit the definition
 //! and differ where engines differ ([`Evaluation`]); a fixed absolute allowance instead would
 //! hide real faults on small values.
 
@@ -29,16 +29,28 @@ pub enum Evaluation {
     /// Eight partial sums, exponentials in base 2, and a backward that recomputes P from the f32 LSE, as
     /// vector and tensor-core kernels do.
     Lanes,
+    /// Sums of products in blocks, each added exactly and the sum cut, not rounded, to f32, as matrix units
+    /// accumulate 16-bit products. A library's matrix product on such a device has this error too.
+    Blocks,
 }
 
 impl Evaluation {
     /// All of them.
-    pub const ALL: [Self; 3] = [Self::Sequential, Self::Reversed, Self::Lanes];
+    pub const ALL: [Self; 4] = [Self::Sequential, Self::Reversed, Self::Lanes, Self::Blocks];
+
+    /// Those that a computation in `dtype` may follow: matrix units take no f32.
+    #[must_use]
+    pub const fn of(dtype: DType) -> &'static [Self] {
+        match dtype {
+            DType::F32 => &[Self::Sequential, Self::Reversed, Self::Lanes],
+            _ => &Self::ALL,
+        }
+    }
 
     /// Visits `0..len` in this order, with the partial sum that each term belongs to.
     fn terms(self, len: usize) -> impl Iterator<Item = (usize, usize)> {
         (0..len).map(move |n| match self {
-            Self::Sequential => (n, 0),
+            Self::Sequential | Self::Blocks => (n, 0),
             Self::Reversed => (len - 1 - n, 0),
             Self::Lanes => (n, n % LANES),
         })
@@ -53,6 +65,12 @@ impl Evaluation {
     }
 
     fn dot(self, a: &[f32], b: &[f32]) -> f32 {
+        if self == Self::Blocks {
+            return a.chunks(BLOCK).zip(b.chunks(BLOCK)).fold(0.0, |sum, (a, b)| {
+                let terms = a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b));
+                cut(f64::from(sum) + terms.sum::<f64>())
+            });
+        }
         let mut sums = [0.0; LANES];
         for (n, lane) in self.terms(a.len()) {
             sums[lane] += a[n] * b[n];
@@ -62,6 +80,9 @@ impl Evaluation {
 
     /// `sum of factor * row` over the rows `[len, dim]` whose factor is not 0.
     fn combine(self, factors: &[f32], rows: &[f32], dim: usize) -> Vec<f32> {
+        if self == Self::Blocks {
+            return combine_blocks(factors, rows, dim);
+        }
         let mut sums = vec![0.0; LANES * dim];
         for (n, lane) in self.terms(factors.len()) {
             if factors[n] != 0.0 {
@@ -75,6 +96,35 @@ impl Evaluation {
         }
         sums.truncate(dim);
         sums
+    }
+}
+
+/// [`Evaluation::combine`] of [`Evaluation::Blocks`].
+fn combine_blocks(factors: &[f32], rows: &[f32], dim: usize) -> Vec<f32> {
+    let mut sums = vec![0.0f32; dim];
+    let mut block = vec![0.0f64; dim];
+    for (factors, rows) in factors.chunks(BLOCK).zip(rows.chunks(BLOCK * dim)) {
+        block.fill(0.0);
+        for (&factor, row) in factors.iter().zip(rows.chunks(dim)).filter(|(f, _)| **f != 0.0) {
+            for (to, &x) in block.iter_mut().zip(row) {
+                *to += f64::from(factor) * f64::from(x);
+            }
+        }
+        for (sum, &block) in sums.iter_mut().zip(&block) {
+            *sum = cut(f64::from(*sum) + block);
+        }
+    }
+    sums
+}
+
+/// The nearest f32 that is not further from zero.
+#[expect(clippy::cast_possible_truncation, reason = "the rounding to f32 is meant, and undone")]
+fn cut(x: f64) -> f32 {
+    let rounded = x as f32;
+    if f64::from(rounded).abs() > x.abs() && rounded.is_finite() {
+        f32::from_bits(rounded.to_bits() - 1)
+    } else {
+        rounded
     }
 }
 
@@ -158,7 +208,7 @@ pub fn forward_error(
     inputs: &Inputs<'_>,
     reference: &Reference,
 ) -> Result<ForwardError, Error> {
-    worst_forward(reference, |evaluation| forward(problem, inputs, evaluation))
+    worst_forward(problem, reference, |evaluation| forward(problem, inputs, evaluation))
 }
 
 /// The baseline's error on some rows, against [`crate::naive::forward_rows`] of the same call.
@@ -171,7 +221,7 @@ pub fn forward_rows_error(
     rows: &[(usize, usize)],
     reference: &Reference,
 ) -> Result<ForwardError, Error> {
-    worst_forward(reference, |evaluation| forward_rows(problem, inputs, rows, evaluation))
+    worst_forward(problem, reference, |evaluation| forward_rows(problem, inputs, rows, evaluation))
 }
 
 /// The baseline's error against `reference`, which is [`crate::naive::backward_f64`] of the same call.
@@ -185,7 +235,7 @@ pub fn backward_error(
     reference: &ReferenceGradients,
 ) -> Result<BackwardError, Error> {
     let mut worst = BackwardError { dq: 0.0, dk: 0.0, dv: 0.0, dsinks: 0.0, dbias: 0.0 };
-    for evaluation in Evaluation::ALL {
+    for &evaluation in Evaluation::of(problem.q_dtype()) {
         let got = backward(problem, inputs, d_o, evaluation)?;
         let optional = |got: &Option<Vec<f64>>, want: &Option<Vec<f64>>| match (got, want) {
             (Some(got), Some(want)) => largest_error(got, want),
@@ -201,11 +251,12 @@ pub fn backward_error(
 }
 
 fn worst_forward(
+    problem: &Problem,
     reference: &Reference,
     compute: impl Fn(Evaluation) -> Result<Reference, Error>,
 ) -> Result<ForwardError, Error> {
     let mut worst = ForwardError { o: 0.0, lse: 0.0 };
-    for evaluation in Evaluation::ALL {
+    for &evaluation in Evaluation::of(problem.q_dtype()) {
         let got = compute(evaluation)?;
         worst.o = worst.o.max(largest_error(&got.o, &reference.o));
         worst.lse = worst.lse.max(largest_error(&got.lse, &reference.lse));
@@ -215,6 +266,9 @@ fn worst_forward(
 
 /// Partial sums of [`Evaluation::Lanes`].
 const LANES: usize = 8;
+
+/// Products that a matrix unit sums at once: the inner extent of a 16-bit product instruction.
+const BLOCK: usize = 16;
 
 /// One query head of one sequence, in its dtype as f32.
 struct Head<'a> {
@@ -330,7 +384,7 @@ impl<'a> Head<'a> {
         }
         let exp = |s: f32| match self.evaluation {
             Evaluation::Sequential | Evaluation::Reversed => (s - max).exp(),
-            Evaluation::Lanes => {
+            Evaluation::Lanes | Evaluation::Blocks => {
                 (s * std::f32::consts::LOG2_E - max * std::f32::consts::LOG2_E).exp2()
             }
         };
@@ -346,7 +400,7 @@ impl<'a> Head<'a> {
         }
         let (factors, divisor) = match self.evaluation {
             Evaluation::Reversed => (rounded(&weights), 1.0),
-            Evaluation::Sequential | Evaluation::Lanes => (unnormalised, sum),
+            Evaluation::Sequential | Evaluation::Lanes | Evaluation::Blocks => (unnormalised, sum),
         };
         let mut o = self.evaluation.combine(&factors, &self.v, self.value_dim);
         for x in &mut o {
@@ -354,7 +408,7 @@ impl<'a> Head<'a> {
         }
         let lse = match self.evaluation {
             Evaluation::Sequential | Evaluation::Reversed => max + sum.ln(),
-            Evaluation::Lanes => {
+            Evaluation::Lanes | Evaluation::Blocks => {
                 (max * std::f32::consts::LOG2_E + sum.log2()) * std::f32::consts::LN_2
             }
         };
@@ -363,7 +417,8 @@ impl<'a> Head<'a> {
 
     /// The weights that a backward works with.
     fn backward_weights(&self, scores: &Scores, row: &mut Row) {
-        if self.evaluation != Evaluation::Lanes || row.lse == f32::NEG_INFINITY {
+        let recomputes = matches!(self.evaluation, Evaluation::Lanes | Evaluation::Blocks);
+        if !recomputes || row.lse == f32::NEG_INFINITY {
             return;
         }
         let base = row.lse * std::f32::consts::LOG2_E;

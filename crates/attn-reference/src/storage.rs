@@ -23,6 +23,8 @@ pub enum Placement {
     Contiguous,
     /// A start offset of 5 and 3 unused elements after each head's row: nothing is aligned.
     Gaps,
+    /// A start offset of 16 and 16 unused elements after each head's row: rows that started on 16 bytes still do.
+    AlignedGaps,
     /// Heads outermost: `[heads, rows..., dim]`.
     HeadsFirst,
     /// Rows stored last to first: a negative stride.
@@ -49,7 +51,11 @@ impl Placement {
         let signed = |x: usize| i64::try_from(x).map_err(|_| overflow());
         let rank = shape.len();
         let inner = if self == Self::InnermostTwo { 2 } else { 1 };
-        let (offset, gap) = if self == Self::Gaps { (5, gap + 3) } else { (0, gap) };
+        let (offset, gap) = match self {
+            Self::Gaps => (5, gap + 3),
+            Self::AlignedGaps => (16, gap + 16),
+            _ => (0, gap),
+        };
         let mut axes: Vec<usize> = (0..rank.saturating_sub(1)).rev().collect();
         if self == Self::HeadsFirst && rank >= 2 {
             axes.remove(0);
@@ -258,9 +264,10 @@ impl OutputTensor {
 mod tests {
     use super::*;
 
-    const ALL: [Placement; 6] = [
+    const ALL: [Placement; 7] = [
         Placement::Contiguous,
         Placement::Gaps,
+        Placement::AlignedGaps,
         Placement::HeadsFirst,
         Placement::Reversed,
         Placement::InnermostTwo,
