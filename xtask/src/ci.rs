@@ -3,8 +3,10 @@
 //! The steps are those of `.ci/run`, and one closing table says what ran, what did not and how long
 //! it took. It stops at the first failure: a later step's output would bury the reason.
 
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
+use std::{env, fs};
 
 use clap::ValueEnum;
 
@@ -21,20 +23,24 @@ pub(crate) enum Step {
     Clippy,
     /// House rules.
     Tidy,
-    /// Tests of the workspace.
+    /// The pinned CUDA compiler, installed once below `.nvrtc/`.
+    Nvrtc,
+    /// Tests of the workspace, with that compiler if it is there.
     Test,
     /// Documentation, warnings refused.
     Doc,
 }
 
 impl Step {
-    const ALL: [Self; 5] = [Self::Fmt, Self::Clippy, Self::Tidy, Self::Test, Self::Doc];
+    const ALL: [Self; 6] =
+        [Self::Fmt, Self::Clippy, Self::Tidy, Self::Nvrtc, Self::Test, Self::Doc];
 
     fn name(self) -> &'static str {
         match self {
             Self::Fmt => "fmt",
             Self::Clippy => "clippy",
             Self::Tidy => "tidy",
+            Self::Nvrtc => "nvrtc",
             Self::Test => "test",
             Self::Doc => "doc",
         }
@@ -46,6 +52,11 @@ impl Step {
             Self::Fmt => &["fmt", "--all", "--", "--check"],
             Self::Clippy => &["clippy", "--workspace", "--all-targets", "--", "--deny", "warnings"],
             Self::Tidy => return None,
+            Self::Nvrtc => {
+                let mut command = Command::new("bash");
+                command.arg(".ci/nvrtc").current_dir(process::workspace_root());
+                return Some(command);
+            }
             Self::Test => &["test", "--workspace"],
             Self::Doc => &["doc", "--workspace", "--no-deps"],
         };
@@ -53,6 +64,13 @@ impl Step {
         command.args(args);
         if self == Self::Doc {
             command.env("RUSTDOCFLAGS", "-D warnings");
+        }
+        // Told where the compiler is, the tests that need it fail where they would else skip.
+        if self == Self::Test
+            && env::var_os("ATTN_NVRTC").is_none()
+            && let Some(folder) = nvrtc(&process::workspace_root())
+        {
+            command.env("ATTN_NVRTC", folder);
         }
         Some(command)
     }
@@ -67,6 +85,13 @@ impl Step {
         let status = process::status(&mut command)?;
         Ok((!status.success()).then(|| process::exit_code(status)))
     }
+}
+
+/// The folder of the newest compiler that `.ci/nvrtc` installed.
+fn nvrtc(root: &Path) -> Option<PathBuf> {
+    let versions = fs::read_dir(root.join(".nvrtc")).ok()?;
+    let folders = versions.flatten().map(|version| version.path().join("nvidia/cu13/lib"));
+    folders.filter(|folder| folder.join("libnvrtc.so.13").is_file()).max()
 }
 
 /// Runs the steps and prints the table.
@@ -149,7 +174,7 @@ mod tests {
             Ok(None)
         });
         assert_eq!(ran, Step::ALL);
-        assert_eq!(outcomes(&rows), [Outcome::Passed; 5]);
+        assert_eq!(outcomes(&rows), [Outcome::Passed; 6]);
         assert!(matches!(failure, Ok(None)));
     }
 
@@ -158,7 +183,10 @@ mod tests {
         let (rows, failure) =
             run_steps(&[], |step| Ok((step == Step::Clippy).then_some(ExitCode::FAILURE)));
         use Outcome::{Failed, NotReached, Passed};
-        assert_eq!(outcomes(&rows), [Passed, Failed, NotReached, NotReached, NotReached]);
+        assert_eq!(
+            outcomes(&rows),
+            [Passed, Failed, NotReached, NotReached, NotReached, NotReached]
+        );
         assert!(matches!(failure, Ok(Some(_))));
     }
 
@@ -169,7 +197,7 @@ mod tests {
             Ok(None)
         });
         use Outcome::{Passed, Skipped};
-        assert_eq!(outcomes(&rows), [Passed, Skipped, Passed, Skipped, Passed]);
+        assert_eq!(outcomes(&rows), [Passed, Skipped, Passed, Passed, Skipped, Passed]);
     }
 
     #[test]
@@ -177,6 +205,22 @@ mod tests {
         let (rows, failure) = run_steps(&[], |_| Err(Error::Missing { what: "cargo".to_owned() }));
         assert_eq!(rows[0].outcome, Outcome::Failed);
         assert_eq!(failure.unwrap_err().to_string(), "cargo");
+    }
+
+    #[test]
+    fn nvrtc_is_the_newest_that_is_whole() {
+        let root = env::temp_dir().join(format!("xtask-nvrtc-{}", std::process::id()));
+        assert_eq!(nvrtc(&root), None);
+        for version in ["13.0.88", "13.1.1", "13.2.part"] {
+            fs::create_dir_all(root.join(".nvrtc").join(version).join("nvidia/cu13/lib")).unwrap();
+        }
+        let lib = |version: &str| root.join(".nvrtc").join(version).join("nvidia/cu13/lib");
+        for version in ["13.0.88", "13.1.1"] {
+            fs::write(lib(version).join("libnvrtc.so.13"), "").unwrap();
+        }
+        let found = nvrtc(&root);
+        fs::remove_dir_all(&root).unwrap();
+        assert_eq!(found, Some(lib("13.1.1")));
     }
 
     #[test]

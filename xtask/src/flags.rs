@@ -30,9 +30,15 @@ pub(crate) enum Verb {
     /// Check every engine against the f64 reference (see `validate --help`).
     #[command(disable_help_flag = true)]
     Validate(Passed),
+    /// List, compile, measure, disassemble or bundle the CUDA kernels (see `kernels --help`).
+    #[command(disable_help_flag = true)]
+    Kernels(Passed),
+    /// Answer a benchmark's questions beside its other contestants (see `worker --help`).
+    #[command(disable_help_flag = true)]
+    Worker(Passed),
     /// Run the criterion benches; arguments after the options go to criterion.
     Bench(Bench),
-    /// Run what a change must pass: fmt, clippy, tidy, tests, docs. Stops at the first failure.
+    /// Run what a change must pass: fmt, clippy, nvrtc, tidy, tests, docs. Stops at the first failure.
     Ci(Ci),
     /// Check the house rules: dependency arrows, module headers, names, unsafe code, licences.
     Tidy,
@@ -106,6 +112,14 @@ mod tests {
             panic!("not case")
         };
         assert_eq!(passed.args, ["--backend", "cpu", "b", "a"]);
+    }
+
+    #[test]
+    fn kernels_passes_its_own_verbs_through() {
+        let Verb::Kernels(passed) = parse("xtask kernels bundle --arch sm_80 -o x").unwrap() else {
+            panic!("not kernels")
+        };
+        assert_eq!(passed.args, ["bundle", "--arch", "sm_80", "-o", "x"]);
     }
 
     #[test]

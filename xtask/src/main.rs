@@ -42,6 +42,8 @@ fn run(verb: Verb) -> Result<ExitCode, Error> {
         Verb::Demo(passed) => attn_bench::run("demo", &passed.args),
         Verb::Case(passed) => attn_bench::run("case", &passed.args),
         Verb::Validate(passed) => attn_bench::run("validate", &passed.args),
+        Verb::Kernels(passed) => attn_bench::run("kernels", &passed.args),
+        Verb::Worker(passed) => attn_bench::run("worker", &passed.args),
         Verb::Bench(bench) => bench::run(&bench),
         Verb::Ci(ci) => ci::run(&ci),
         Verb::Tidy => tidy::run(),

@@ -12,6 +12,7 @@ mod machine_paths;
 mod manifest;
 mod metadata;
 mod names;
+mod records;
 mod text;
 mod tree;
 mod unsafe_code;
@@ -55,7 +56,7 @@ pub(crate) fn run() -> Result<ExitCode, Error> {
     Ok(if passes()? { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Checks the workspace and prints each problem; true if there is none.
+/// Checks the workspace and prints each problem and each warning; true if there is no problem.
 ///
 /// # Errors
 /// The tree or cargo's metadata could not be read.
@@ -65,7 +66,12 @@ pub(crate) fn passes() -> Result<bool, Error> {
     for problem in &problems {
         eprintln!("{problem}");
     }
-    println!("tidy: {} files, {} problems", tree.files.len(), problems.len());
+    let warnings = records::stale(&tree);
+    for warning in &warnings {
+        eprintln!("warning: {warning}");
+    }
+    let counts = (tree.files.len(), problems.len(), warnings.len());
+    println!("tidy: {} files, {} problems, {} warnings", counts.0, counts.1, counts.2);
     Ok(problems.is_empty())
 }
 
