@@ -26,15 +26,34 @@ impl Machine {
     /// Reads the facts.
     pub(crate) fn detect(engine: &CpuEngine) -> Self {
         let host = engine.caps().host;
-        let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
         Self {
-            date: date(seconds / 86_400),
+            date: today(),
             cpu: cpu_name(),
             threads: host.threads,
             level: engine.level().name(),
             l2: host.l2.0,
         }
     }
+}
+
+/// Today, `YYYY-MM-DD`, UTC.
+pub(crate) fn today() -> String {
+    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    date(seconds / 86_400)
+}
+
+/// The version of the NVIDIA driver that is loaded.
+pub(crate) fn driver() -> Option<String> {
+    let text = std::fs::read_to_string("/proc/driver/nvidia/version").ok()?;
+    driver_in(&text).map(str::to_owned)
+}
+
+/// The first word of digits and dots of the driver's own line.
+fn driver_in(text: &str) -> Option<&str> {
+    let is_version = |word: &&str| {
+        word.contains('.') && word.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.')
+    };
+    text.lines().next()?.split_whitespace().find(is_version)
 }
 
 fn cpu_name() -> Option<String> {
@@ -69,6 +88,14 @@ fn date(days: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn driver_version_is_found_in_its_line() {
+        let line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (dvs)\n\
+                    GCC version:  gcc version 12.3.0\n";
+        assert_eq!(driver_in(line), Some("580.159.04"));
+        assert_eq!(driver_in("no version"), None);
+    }
 
     #[test]
     fn date_knows_leap_days() {

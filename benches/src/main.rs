@@ -5,7 +5,9 @@
 
 mod case;
 mod demo;
+mod device;
 mod download;
+mod kernels;
 mod machine;
 mod memory;
 mod model;
@@ -13,6 +15,7 @@ mod peers;
 #[cfg(test)]
 mod support;
 mod validate;
+mod worker;
 
 use std::error::Error;
 use std::process::ExitCode;
@@ -33,12 +36,16 @@ enum Verb {
     Case(case::Args),
     /// Generate text with a real language model, every attention call by this workspace.
     Demo(demo::Args),
+    /// List, compile, measure, disassemble or bundle the CUDA kernels; needs no GPU.
+    Kernels(kernels::Args),
     /// Measure the peak memory of one long prefill.
     Memory(memory::Args),
     /// Time the CPU engine beside PyTorch, candle-nn, a matrix product and a memory read.
     Peers(peers::Args),
-    /// Judge every engine, instruction set and strategy on the corpus.
+    /// Judge engines, instruction sets and strategies by the error rule, and record it.
     Validate(validate::Args),
+    /// Answer a benchmark's questions, one JSON line each, beside its other contestants.
+    Worker(worker::Args),
 }
 
 type Failure = (u8, Box<dyn Error>);
@@ -50,9 +57,11 @@ fn main() -> ExitCode {
             case::Error::Write { .. } => (1, error.into()),
         }),
         Verb::Demo(args) => demo::run(&args).map_err(failed),
+        Verb::Kernels(args) => kernels::run(&args).map_err(failed),
         Verb::Memory(args) => memory::run(&args).map_err(failed),
         Verb::Peers(args) => peers::run(&args).map_err(failed),
         Verb::Validate(args) => validate::run(&args).map_err(failed),
+        Verb::Worker(args) => worker::run(&args).map_err(failed),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -4,6 +4,7 @@
 //! call. It gets data that was found to fit the problem, and refuses what it does not do.
 
 mod cpu;
+mod cuda;
 mod reference;
 
 use attn_core::{
@@ -11,7 +12,7 @@ use attn_core::{
 };
 
 use super::BackendName;
-use super::failure::{Failure, Kind};
+use super::failure::Failure;
 
 /// What ran.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -79,9 +80,10 @@ pub(crate) fn open(name: BackendName) -> Box<dyn Backend> {
             Ok(cpu) => return Box::new(cpu),
             Err(failure) => failure,
         },
-        BackendName::Cuda => {
-            Failure::new(Kind::Device, "this binary was built without CUDA kernels")
-        }
+        BackendName::Cuda => match cuda::Cuda::new() {
+            Ok(cuda) => return Box::new(cuda),
+            Err(failure) => failure,
+        },
     };
     Box::new(Absent { failure })
 }

@@ -87,6 +87,24 @@ impl From<attn_core::Error> for Failure {
     }
 }
 
+impl From<attn_kernels::Error> for Failure {
+    fn from(error: attn_kernels::Error) -> Self {
+        use attn_kernels::Error;
+        let kind = match error {
+            Error::Call(error) => return error.into(),
+            Error::OutOfMemory { .. } | Error::DeviceMemory { .. } => Kind::OutOfMemory,
+            Error::Threads { .. }
+            | Error::Level(_)
+            | Error::DriverMissing { .. }
+            | Error::CompilerMissing { .. }
+            | Error::Driver { .. }
+            | Error::Arch { .. } => Kind::Device,
+            _ => Kind::Internal,
+        };
+        Self::new(kind, error)
+    }
+}
+
 impl From<attn_select::Error> for Failure {
     fn from(error: attn_select::Error) -> Self {
         Self::new(Kind::Unsupported, error)

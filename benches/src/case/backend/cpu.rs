@@ -72,19 +72,6 @@ impl Backend for Cpu {
     }
 }
 
-impl From<attn_kernels::Error> for Failure {
-    fn from(error: attn_kernels::Error) -> Self {
-        match error {
-            attn_kernels::Error::Call(error) => error.into(),
-            attn_kernels::Error::OutOfMemory { .. } => Self::new(Kind::OutOfMemory, error),
-            attn_kernels::Error::Threads { .. } | attn_kernels::Error::Level(_) => {
-                Self::new(Kind::Device, error)
-            }
-            _ => Self::new(Kind::Internal, error),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use attn_core::{Bytes, DType, Pass, ProblemSpec, TensorView, View};

@@ -1,0 +1,105 @@
+//! A CUDA device as a backend: problem, `choose`, engine, as any caller composes them.
+//!
+//! The invariant: engine, stream, plans and workspace are kept from case to case, and the workspace is full of NaN before
+//! each call, so that what one call leaves behind could only ever make the next one fail. Page ids and scales were
+//! checked on the host, where the contract wants wrong ones found; the engine, which cannot see them, is not asked to.
+
+use attn_core::{
+    ForwardResults, Gradients, Inputs, Outputs, Plan, Problem, TensorView, TensorViewMut, View,
+    ViewMut, dispatch_view,
+};
+use attn_kernels::cuda::{DeviceBuffer, DeviceTensor, DeviceView, Workspace};
+use attn_select::{PlanCache, explain};
+
+use super::super::failure::{Failure, Kind};
+use super::{Backend, Ran, State};
+use crate::device::{DeviceInputs, DeviceOutput, Gpu};
+
+/// Plans kept; more than the cases of a file.
+const PLANS: usize = 256;
+
+pub(super) struct Cuda {
+    gpu: Gpu,
+    plans: PlanCache,
+    workspace: Workspace,
+}
+
+impl Cuda {
+    /// # Errors
+    /// `device` when there is no driver or no device, with what was tried.
+    pub(super) fn new() -> Result<Self, Failure> {
+        let gpu = Gpu::open().map_err(|error| Failure::new(Kind::Device, error))?;
+        let plans = PlanCache::new(gpu.engine.caps(), Gpu::catalogue(), PLANS);
+        Ok(Self { gpu, plans, workspace: Workspace::new() })
+    }
+
+    fn upload(&self, tensor: &TensorView<'_>) -> Result<DeviceBuffer, attn_kernels::Error> {
+        dispatch_view!(tensor, view => DeviceBuffer::from_host(&self.gpu.stream, view.data()))
+    }
+}
+
+/// What the engine says about data that was found to fit: a view that it does not take.
+fn refusal(error: attn_kernels::Error) -> Failure {
+    match error {
+        attn_kernels::Error::Call(error @ attn_core::Error::Layout { .. }) => {
+            Failure::new(Kind::Unsupported, error)
+        }
+        other => other.into(),
+    }
+}
+
+impl Backend for Cuda {
+    fn forward(
+        &mut self,
+        problem: &Problem,
+        inputs: &Inputs<'_>,
+        mut outputs: Outputs<'_>,
+    ) -> Result<Ran, Failure> {
+        let plan = self.plans.choose(problem)?;
+        let on_device = DeviceInputs::upload(&self.gpu.stream, inputs)?;
+        self.gpu.forward(&plan, &on_device, &mut outputs, &mut self.workspace).map_err(refusal)?;
+        Ok(ran(&plan))
+    }
+
+    fn backward(
+        &mut self,
+        _: &Problem,
+        _: &Inputs<'_>,
+        _: &ForwardResults<'_>,
+        _: Gradients<'_>,
+    ) -> Result<Ran, Failure> {
+        Err(Failure::new(Kind::Unsupported, "gradients: no CUDA kernel computes them yet"))
+    }
+
+    fn merge(
+        &mut self,
+        a: State<'_, '_>,
+        b: State<'_, '_>,
+        o: &mut TensorViewMut<'_>,
+        lse: &mut ViewMut<'_, f32>,
+    ) -> Result<Ran, Failure> {
+        let stream = &self.gpu.stream;
+        let lse_up = |view: &View<'_, f32>| DeviceBuffer::from_host(stream, view.data());
+        let (a_o, a_lse) = (self.upload(a.0)?, lse_up(a.1)?);
+        let (b_o, b_lse) = (self.upload(b.0)?, lse_up(b.1)?);
+        let state = |(o, lse): State<'_, '_>, o_there, lse_there| {
+            let o = DeviceTensor::new("o", o_there, o.dtype(), o.layout().clone())?;
+            let lse = DeviceView::new("lse", lse_there, lse.layout().clone())?;
+            Ok::<_, attn_kernels::Error>((o, lse))
+        };
+        let (a_there, b_there) = (state(a, &a_o, &a_lse)?, state(b, &b_o, &b_lse)?);
+        let mut o_there = DeviceOutput::upload(stream, "o", o)?;
+        let mut lse_there = DeviceOutput::upload_f32(stream, "lse", lse)?;
+        let (a_there, b_there) = ((&a_there.0, &a_there.1), (&b_there.0, &b_there.1));
+        let to = (&mut o_there.tensor_mut()?, &mut lse_there.view_mut()?);
+        self.gpu.engine.merge_states(a_there, b_there, to.0, to.1, stream).map_err(refusal)?;
+        o_there.download(stream, o)?;
+        lse_there.download_as(stream, lse)?;
+        let plan = "two states, a row a warp, weighted by their share of the denominator";
+        Ok(Ran { kernel: "cuda_merge_states".to_owned(), plan: plan.to_owned() })
+    }
+}
+
+fn ran(plan: &Plan) -> Ran {
+    Ran { kernel: plan.kernel.to_owned(), plan: explain(plan).to_string() }
+}

@@ -1,0 +1,270 @@
+//! Forward cases on the device: which plans a case is run by, and the verdict on each.
+//!
+//! The invariant: a skip is a refusal that selection stated, or that the engine gave to rows which do not start on
+//! 16 bytes; whether they do is looked up here, so that an engine which refuses a call it should take fails.
+
+use attn_core::{DeviceCaps, Inputs, KernelDesc, KvView, Outputs, Phase, Plan, Problem, Strided};
+use attn_kernels::Error;
+use attn_reference::{CaseData, Failure, judge_forward};
+
+use super::super::corpus::forward_share;
+use super::super::matrix::Runs;
+use super::super::record::Tallies;
+use super::Judge;
+use crate::device::DeviceInputs;
+
+/// A way to run a case: a plan, or the family that selection refused.
+#[derive(Debug)]
+pub(super) struct Attempt {
+    pub(super) family: &'static str,
+    /// What is special about the way.
+    pub(super) label: String,
+    pub(super) plan: Option<Plan>,
+}
+
+/// The name of the kernel that takes everything.
+pub(super) const NAIVE: &str = "cuda_naive";
+
+/// The family of a kernel in the record.
+pub(super) fn family_of(kernel: &str) -> &'static str {
+    match kernel {
+        NAIVE => "naive",
+        "cuda_decode" => "decode",
+        _ => "prefill",
+    }
+}
+
+/// What the device can do, and the kernels for it.
+#[derive(Debug)]
+pub(super) struct Selection {
+    pub(super) caps: DeviceCaps,
+    pub(super) catalogue: Vec<KernelDesc>,
+}
+
+impl Selection {
+    /// Every way to run a problem.
+    pub(super) fn attempts(&self, problem: &Problem, runs: Runs) -> Vec<Attempt> {
+        let mut attempts = Vec::new();
+        if runs.chosen {
+            let plan = self.plan(problem, None, None, &[]);
+            let family = plan.as_ref().map_or("naive", |plan| family_of(plan.kernel));
+            attempts.push(Attempt { family, label: "chosen".to_owned(), plan });
+        }
+        if runs.naive {
+            let plan = self.naive(problem);
+            attempts.push(Attempt { family: "naive", label: "naive".to_owned(), plan });
+        }
+        if runs.prefill {
+            let plan = self.plan(problem, Some(Phase::Prefill), None, &[NAIVE]);
+            attempts.push(Attempt { family: "prefill", label: "prefill".to_owned(), plan });
+        }
+        for &splits in self.splits(problem, runs.splits) {
+            let plan = self.plan(problem, Some(Phase::Decode), splits, &[NAIVE]);
+            let label = splits.map_or("decode".to_owned(), |n| format!("decode in {n}"));
+            attempts.push(Attempt { family: "decode", label, plan });
+        }
+        if runs.tiles {
+            attempts.extend(self.tiles(problem));
+        }
+        attempts
+    }
+
+    /// The split counts to try; where decode takes no such problem at all, one is enough to record that.
+    fn splits<'r>(&self, problem: &Problem, splits: &'r [Option<usize>]) -> &'r [Option<usize>] {
+        match self.plan(problem, Some(Phase::Decode), None, &[NAIVE]) {
+            Some(_) => splits,
+            None => splits.get(..1).unwrap_or_default(),
+        }
+    }
+
+    /// A plan for every tile that a block has room for, in one part and in several.
+    fn tiles(&self, problem: &Problem) -> Vec<Attempt> {
+        let mut attempts = Vec::new();
+        let room =
+            self.caps.cuda.as_ref().map_or(attn_core::Bytes::ZERO, |cuda| cuda.smem_per_block);
+        for kernel in self.catalogue.iter().filter(|kernel| kernel.name != NAIVE) {
+            let (family, phase) = match family_of(kernel.name) {
+                "decode" => ("decode", Phase::Decode),
+                _ => ("prefill", Phase::Prefill),
+            };
+            let splits: &[Option<usize>] =
+                if phase == Phase::Decode { &[Some(1), Some(3)] } else { &[None] };
+            for &splits in splits {
+                let Some(plan) = self.plan(problem, Some(phase), splits, &[NAIVE]) else {
+                    continue;
+                };
+                for &tile in (kernel.tiles)(problem) {
+                    let needs = (kernel.shared_memory)(problem, tile);
+                    if needs > room {
+                        continue;
+                    }
+                    let label = format!("{family} tile {}x{}", tile.q, tile.kv);
+                    let label = splits.map_or(label.clone(), |n| format!("{label} in {n}"));
+                    let plan = Plan { tile, shared_memory: needs, ..plan.clone() };
+                    attempts.push(Attempt { family, label, plan: Some(plan) });
+                }
+            }
+        }
+        attempts
+    }
+
+    /// The plan under some options, or `None` where selection refuses.
+    pub(super) fn plan(
+        &self,
+        problem: &Problem,
+        phase: Option<Phase>,
+        splits: Option<usize>,
+        disabled: &[&str],
+    ) -> Option<Plan> {
+        let mut spec = problem.spec().clone();
+        spec.options.phase = phase;
+        spec.options.num_splits = splits;
+        spec.options.disabled_kernels = disabled.iter().map(|&name| name.to_owned()).collect();
+        let problem = Problem::new(spec).ok()?;
+        attn_select::choose(&problem, &self.caps, &self.catalogue).ok()
+    }
+
+    /// The plan of the naive kernel.
+    pub(super) fn naive(&self, problem: &Problem) -> Option<Plan> {
+        let others: Vec<&str> =
+            self.catalogue.iter().map(|kernel| kernel.name).filter(|&name| name != NAIVE).collect();
+        self.plan(problem, None, None, &others)
+    }
+}
+
+/// Runs a case in every wanted way and judges each.
+pub(super) fn judge(judge: &mut Judge<'_>, case: &CaseData, runs: Runs, tallies: &mut Tallies) {
+    let attempts = judge.selection.attempts(case.problem(), runs);
+    let wanted = |attempt: &Attempt| judge.wanted.is_none_or(|family| family == attempt.family);
+    let attempts: Vec<Attempt> = attempts.into_iter().filter(wanted).collect();
+    let on_device = match upload(judge, case) {
+        Ok(inputs) => inputs,
+        Err(error) => {
+            for attempt in attempts {
+                tallies.enter(
+                    attempt.family,
+                    case.name(),
+                    Err(format!("{}: {error}", case.name())),
+                );
+            }
+            return;
+        }
+    };
+    for Attempt { family, label, plan } in attempts {
+        let Some(plan) = plan else {
+            tallies.skip(family);
+            continue;
+        };
+        let mut is_regular = true;
+        let verdict = judge_forward(case, |_, inputs, mut outputs| {
+            is_regular = takes(plan.kernel, inputs, &outputs);
+            judge.forward(&plan, &on_device, &mut outputs)
+        });
+        let label = format!("{} by {label}", case.name());
+        match verdict {
+            Err(Failure::Engine {
+                source: Error::Call(attn_core::Error::Layout { .. }), ..
+            }) if !is_regular => {
+                tallies.skip(family);
+            }
+            Ok(verdict) => tallies.enter(family, &label, Ok(forward_share(&verdict))),
+            Err(failure) => tallies.enter(family, &label, Err(format!("{label}: {failure}"))),
+        }
+    }
+}
+
+fn upload(judge: &Judge<'_>, case: &CaseData) -> Result<DeviceInputs, Error> {
+    DeviceInputs::upload(&judge.gpu.stream, &case.inputs()?)
+}
+
+/// Whether a kernel has to take these tensors: rows are contiguous, and but for the naive kernel start on 16 bytes.
+fn takes(kernel: &str, inputs: &Inputs<'_>, outputs: &Outputs<'_>) -> bool {
+    let (k, v) = match &inputs.kv {
+        KvView::Dense { k, v } => (k, v),
+        KvView::Paged { k_cache, v_cache, .. } => (k_cache, v_cache),
+    };
+    let tensors = [&inputs.q, k, v].map(|tensor| (tensor.dtype().size(), tensor.layout()));
+    let o = (outputs.o.dtype().size(), outputs.o.layout());
+    tensors.into_iter().chain([o]).all(|(size, layout)| {
+        layout.is_row_contiguous() && (kernel == NAIVE || starts_on_16_bytes(size, layout))
+    })
+}
+
+fn starts_on_16_bytes(size: usize, layout: &Strided) -> bool {
+    let rank = layout.shape().len();
+    let steps = layout.strides().iter().zip(layout.shape()).take(rank.saturating_sub(1));
+    let taken = steps.filter(|&(_, &extent)| extent > 1);
+    let on = |elements: u64| (elements % 16 * size as u64).is_multiple_of(16);
+    layout.is_empty()
+        || on(layout.offset() as u64) && taken.map(|(&stride, _)| stride.unsigned_abs()).all(on)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use attn_core::{Bytes, CudaCaps, HostCaps};
+
+    use super::super::super::matrix;
+    use super::*;
+    use crate::device::Gpu;
+
+    fn hopper() -> Selection {
+        let cuda = CudaCaps {
+            name: "a Hopper".to_owned(),
+            compute: (9, 0),
+            sm_count: 132,
+            smem_per_block: Bytes(227 << 10),
+            memory: Bytes(141 << 30),
+        };
+        let caps = DeviceCaps { host: HostCaps::default(), cuda: Some(cuda) };
+        Selection { caps, catalogue: Gpu::catalogue() }
+    }
+
+    #[test]
+    fn matrix_reaches_every_kernel_tile_and_type() {
+        let selection = hopper();
+        let (mut calls, mut refused) = (0, 0);
+        let (mut seen, mut instances) = (BTreeSet::new(), BTreeSet::new());
+        for group in matrix::full() {
+            for case in &group.cases {
+                let problem = case.problem().unwrap();
+                for attempt in selection.attempts(&problem, group.runs) {
+                    calls += 1;
+                    let Some(plan) = attempt.plan else {
+                        refused += 1;
+                        continue;
+                    };
+                    let types = (problem.q_dtype(), problem.kv_dtype());
+                    seen.insert((plan.kernel, (plan.tile.q, plan.tile.kv), types));
+                    instances.extend(attn_kernels::cuda::instances(&plan).unwrap());
+                }
+            }
+        }
+        assert!(refused * 10 < calls, "{refused} of {calls} calls are refused by selection");
+        let tiles: BTreeSet<_> = seen.iter().map(|(kernel, tile, _)| (kernel, tile)).collect();
+        let problem = &matrix::full()[1].cases[0].problem().unwrap();
+        for kernel in &selection.catalogue {
+            assert!(seen.iter().any(|(name, ..)| *name == kernel.name), "{}", kernel.name);
+            for tile in (kernel.tiles)(problem) {
+                assert!(tiles.contains(&(&kernel.name, &(tile.q, tile.kv))), "{}", kernel.name);
+            }
+        }
+        // Each takes most of a second of a processor to compile.
+        assert!(instances.len() < 600, "{} instances", instances.len());
+    }
+
+    #[test]
+    fn rows_on_16_bytes_are_told_by_offset_and_strides() {
+        let on = |size, shape: &[usize], strides: &[i64], offset| {
+            starts_on_16_bytes(size, &Strided::new("x", shape, strides, offset).unwrap())
+        };
+        assert!(on(2, &[4, 2, 64], &[128, 64, 1], 0));
+        assert!(on(2, &[4, 2, 64], &[-128, 64, 1], 384));
+        assert!(!on(2, &[4, 2, 64], &[128, 64, 1], 4));
+        assert!(!on(2, &[4, 2, 60], &[120, 60, 1], 0));
+        assert!(on(2, &[4, 1, 60], &[64, 60, 1], 0), "a stride along one head is never taken");
+        assert!(!on(1, &[4, 2, 72], &[144, 72, 1], 0) && on(1, &[4, 2, 80], &[160, 80, 1], 16));
+        assert!(on(2, &[0, 2, 60], &[1, 1, 1], 3));
+    }
+}

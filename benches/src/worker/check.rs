@@ -1,0 +1,123 @@
+//! A case's output against the naive kernel's, before it is timed.
+//!
+//! The invariant: nothing is timed that computes something else. Comparing every row would take longer than
+//! measuring, so some rows of some sequences are computed again as calls of their own: what a row sees depends on
+//! its sequence alone, and under a causal bound on no later key.
+
+use attn_core::Problem;
+use attn_kernels::cuda::{DeviceTensorMut, Outputs, Workspace};
+use half::bf16;
+
+use super::setup::{Part, Planner, Pool, Setup};
+use super::workload::BLOCK;
+use crate::device::Gpu;
+
+/// The largest relative error of a bf16 kernel that is timed. Rounding weights and outputs leaves a fifth of it or less;
+/// a tile that was skipped leaves more.
+const LIMIT: f64 = 2e-2;
+
+/// Rows of one sample.
+const ROWS: usize = 16;
+
+/// The relative error of the rows that were looked at, `|got - want| / |want|` over all of them.
+///
+/// # Errors
+/// A device that fails, or an error past [`LIMIT`].
+pub(super) fn check(
+    gpu: &Gpu,
+    planner: &Planner,
+    pool: Option<&Pool>,
+    setup: &Setup,
+) -> Result<f64, String> {
+    let text = |error: attn_kernels::Error| error.to_string();
+    let problem = &setup.plan.problem;
+    let row = problem.q_heads() * problem.value_dim();
+    let (mut difference, mut size) = (0.0, 0.0);
+    for part in samples(problem) {
+        let (spec, inputs) = setup.part(pool, part)?;
+        let plan = planner.oracle(spec)?;
+        let mut buffer = gpu.engine.alloc(part.rows * row * size_of::<bf16>()).map_err(text)?;
+        let shape = [part.rows, problem.q_heads(), problem.value_dim()];
+        let o = DeviceTensorMut::contiguous("o", &mut buffer, problem.q_dtype(), &shape);
+        let mut outputs = Outputs { o: o.map_err(text)?, lse: None };
+        let workspace = &mut Workspace::new();
+        gpu.engine.forward(&plan, &inputs, &mut outputs, workspace, &gpu.stream).map_err(text)?;
+        let want: Vec<bf16> = buffer.to_host(&gpu.stream, part.rows * row).map_err(text)?;
+        let start = (problem.lengths().q_rows(part.sequence).start + part.row) * row;
+        let got: Vec<bf16> = setup.o.to_host_at(&gpu.stream, start, want.len()).map_err(text)?;
+        for (got, want) in got.iter().zip(&want) {
+            let (got, want) = (f64::from(got.to_f32()), f64::from(want.to_f32()));
+            difference += (got - want).powi(2);
+            size += want.powi(2);
+        }
+    }
+    let error = (difference / size).sqrt();
+    if error <= LIMIT {
+        return Ok(error);
+    }
+    Err(format!(
+        "relative error: expected at most {LIMIT}, got {error:.3e}; a wrong kernel is not timed"
+    ))
+}
+
+/// The middle and the end of the first, the middle and the last sequence.
+fn samples(problem: &Problem) -> Vec<Part> {
+    let l = problem.lengths();
+    let mut sequences = vec![0, l.batch() / 2, l.batch().saturating_sub(1)];
+    sequences.dedup();
+    let mut parts = Vec::new();
+    for sequence in sequences.into_iter().filter(|&sequence| sequence < l.batch()) {
+        let (q_len, kv_len) = (l.q(sequence), l.kv(sequence));
+        // Blocks of a block mask count from the first row of a sequence.
+        let whole = |row: usize| row / BLOCK * BLOCK;
+        let mut starts = vec![whole(q_len / 2), whole(q_len.saturating_sub(ROWS))];
+        if problem.block_mask().is_none() {
+            starts = vec![q_len / 2, q_len.saturating_sub(ROWS)];
+        }
+        starts.dedup();
+        for row in starts {
+            let rows = ROWS.min(q_len - row);
+            let keys = if problem.band().right == Some(0) {
+                (row + rows + kv_len).saturating_sub(q_len)
+            } else {
+                kv_len
+            };
+            parts.push(Part { sequence, row, rows, keys });
+        }
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use attn_core::{BlockSizes, DType, ProblemSpec};
+
+    use super::*;
+
+    fn parts(q: &[usize], kv: &[usize], edit: impl FnOnce(&mut ProblemSpec)) -> Vec<Part> {
+        let mut spec = ProblemSpec::new(DType::BF16, 4, 2, 64, q, kv);
+        edit(&mut spec);
+        samples(&Problem::new(spec).unwrap())
+    }
+
+    #[test]
+    fn samples_of_a_causal_chunk_end_where_their_last_row_does() {
+        let got = parts(&[512], &[8192], |spec| spec.causal = true);
+        let at = |row, keys| Part { sequence: 0, row, rows: 16, keys };
+        assert_eq!(got, [at(256, 7680 + 272), at(496, 8192)]);
+    }
+
+    #[test]
+    fn samples_of_an_open_call_see_every_key() {
+        let got = parts(&[1; 8], &[100; 8], |_| ());
+        let at = |sequence| Part { sequence, row: 0, rows: 1, keys: 100 };
+        assert_eq!(got, [at(0), at(4), at(7)]);
+    }
+
+    #[test]
+    fn samples_under_a_block_mask_start_on_a_block() {
+        let sizes = BlockSizes { q: BLOCK, kv: BLOCK };
+        let got = parts(&[1000], &[1000], |spec| spec.block_mask = Some(sizes));
+        assert!(got.iter().all(|part| part.row % BLOCK == 0 && part.keys == 1000), "{got:?}");
+    }
+}

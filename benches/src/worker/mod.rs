@@ -1,0 +1,387 @@
+//! `attn-bench worker`: this engine as a contestant among others, asked case by case over a pipe.
+//!
+//! The invariant: standard output carries the protocol and nothing else, one JSON object a line, and every case gets
+//! an answer: times, or an error. A case is timed only after its output agreed with the naive kernel's.
+
+mod check;
+mod clock;
+mod normals;
+mod request;
+mod setup;
+mod workload;
+
+use std::io::{self, BufRead, Write};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use attn_kernels::cuda::Workspace;
+use serde_json::{Value, json};
+
+use crate::device::Gpu;
+use clock::{Clock, Pace};
+use normals::Normals;
+use request::{Case, Heads, Request};
+use setup::{Planner, Pool, Question, Setup};
+
+/// Options of `attn-bench worker`.
+///
+/// The protocol: JSON lines `{"section", "cases", "keep", "deadline"}` come in on standard input; lines
+/// `{"peer", "id", "ms", ...}` or `{"peer", "id", "error"}`, one or more a case, and `{"done"}` after each section, go out.
+/// The first line that goes out is `{"ready"}`.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Measuring aids, from the environment: PEERS_REST (idle seconds before timing), \
+PEERS_TARGET_MS (timed milliseconds), ATTN_KERNEL (switch the other kernels off), ATTN_TILE (rows,keys in place of \
+the plan's tile), ATTN_SPLITS (parts of the keys)."
+)]
+pub(crate) struct Args {
+    /// Only contestants of ours whose name contains this; they are `attn`, `attn_p16` and `attn_p64`.
+    #[arg(long, default_value = "")]
+    only: String,
+}
+
+/// Why the worker ended.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum WorkerError {
+    /// No device.
+    #[error(transparent)]
+    Engine(#[from] attn_kernels::Error),
+    /// The pipe.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// A measuring aid that makes no sense.
+    #[error("{0}")]
+    Aid(String),
+    /// A message that is not the protocol's.
+    #[error("message: expected {{\"section\", \"cases\"}}")]
+    Message(#[from] serde_json::Error),
+}
+
+/// Answers until standard input ends.
+pub(crate) fn run(args: &Args) -> Result<(), WorkerError> {
+    let mut worker = match Worker::new(args) {
+        Ok(worker) => worker,
+        Err(error) => {
+            say(&json!({ "fatal": error.to_string() }))?;
+            return Err(error);
+        }
+    };
+    say(&worker.ready()?)?;
+    for line in io::stdin().lock().lines() {
+        let line = line?;
+        if line.trim().is_empty() {
+            continue;
+        }
+        let request: Request = serde_json::from_str(&line)?;
+        for case in &request.cases {
+            worker.answer(&request, case)?;
+        }
+        if !request.keep {
+            worker.pool = None;
+        }
+        say(&json!({ "done": request.section }))?;
+    }
+    Ok(())
+}
+
+fn say(line: &Value) -> io::Result<()> {
+    let out = &mut io::stdout().lock();
+    writeln!(out, "{line}")?;
+    out.flush()
+}
+
+#[derive(Debug)]
+struct Worker<'a> {
+    gpu: Gpu,
+    planner: Planner,
+    normals: Normals,
+    pool: Option<Pool>,
+    pace: Pace,
+    only: &'a str,
+}
+
+/// A contestant of ours and what it is asked.
+type Contestant = (&'static str, Question);
+
+impl<'a> Worker<'a> {
+    fn new(args: &'a Args) -> Result<Self, WorkerError> {
+        let gpu = Gpu::open()?;
+        let planner = Planner::from_env(&gpu).map_err(WorkerError::Aid)?;
+        let (normals, pace) = (Normals::new(), Pace::from_env());
+        Ok(Self { gpu, planner, normals, pool: None, pace, only: &args.only })
+    }
+
+    fn ready(&self) -> Result<Value, attn_kernels::Error> {
+        let (major, minor) = self.gpu.engine.driver_version()?;
+        Ok(json!({
+            "ready": "attn",
+            "version": env!("CARGO_PKG_VERSION"),
+            "gpu": self.gpu.engine.caps().cuda.map(|cuda| cuda.name),
+            "driver": crate::machine::driver(),
+            "cuda": format!("{major}.{minor}"),
+            "sources": attn_kernels::source::fingerprint(),
+        }))
+    }
+
+    /// Answers one case with a line for each contestant.
+    fn answer(&mut self, request: &Request, case: &Case) -> io::Result<()> {
+        let error = |peer: &str, text: &str| json!({ "peer": peer, "id": case.id, "error": text });
+        if request.deadline.is_some_and(|deadline| now() > deadline) {
+            return say(&error("attn", "section deadline"));
+        }
+        let contestants = match contestants(&request.section, case) {
+            Ok(contestants) => contestants,
+            Err(text) => return say(&error("attn", &text)),
+        };
+        for (peer, question) in contestants {
+            if !peer.contains(self.only) {
+                continue;
+            }
+            let line = match self.measure(&request.section, case, &question) {
+                Ok(mut line) => {
+                    line["peer"] = peer.into();
+                    line["id"] = case.id.as_str().into();
+                    line
+                }
+                Err(text) => error(peer, &text),
+            };
+            say(&line)?;
+        }
+        Ok(())
+    }
+
+    /// Checks a contestant and times it.
+    fn measure(
+        &mut self,
+        section: &str,
+        case: &Case,
+        question: &Question,
+    ) -> Result<Value, String> {
+        let text = |error: attn_kernels::Error| error.to_string();
+        if question.pooled.is_some() && self.pool.is_none() {
+            self.pool = Some(Pool::new(&self.gpu, &mut self.normals).map_err(text)?);
+        }
+        let (gpu, planner, pool) = (&self.gpu, &self.planner, self.pool.as_ref());
+        let mut setup = Setup::new(gpu, planner, &mut self.normals, pool, question)?;
+        let mut workspace = Workspace::new();
+        {
+            let (plan, inputs, mut outputs) = setup.tensors(pool)?;
+            let forward = &gpu.engine;
+            forward
+                .forward(plan, &inputs[0], &mut outputs, &mut workspace, &gpu.stream)
+                .map_err(text)?;
+        }
+        let rel_err = check::check(gpu, planner, pool, &setup)?;
+        let rotations = setup.rotations;
+        let (plan, inputs, mut outputs) = setup.tensors(pool)?;
+        let mut line = json!({
+            "rel_err": rel_err,
+            "kernel": plan.kernel,
+            "tile": format!("{}x{}", plan.tile.q, plan.tile.kv),
+            "split": setup::show(plan.split),
+            "rotations": rotations,
+        });
+        if section != "check" {
+            let clock = Clock { engine: &gpu.engine, stream: &gpu.stream, pace: self.pace };
+            let mut call = |n: usize| {
+                gpu.engine.forward(plan, &inputs[n], &mut outputs, &mut workspace, &gpu.stream)
+            };
+            let times = if section == "latency" {
+                clock.latency(&mut call).map(|latency| (latency.ms, json!(latency)))
+            } else {
+                let eager = section == "decode";
+                clock.bench(&mut call, rotations, eager).map(|times| (times.ms, json!(times)))
+            };
+            let (ms, times) = times.map_err(text)?;
+            merge(&mut line, times);
+            if let Some(flops) = case.flops {
+                line["tflops"] = (flops / ms / 1e9).into();
+            }
+            if let Some(bytes) = case.bytes {
+                line["gbps"] = (bytes / ms / 1e6).into();
+            }
+        }
+        line["temp_bytes"] = workspace.bytes().into();
+        Ok(line)
+    }
+}
+
+/// Adds the fields of one object to another.
+fn merge(line: &mut Value, more: Value) {
+    if let (Value::Object(line), Value::Object(more)) = (line, more) {
+        line.extend(more);
+    }
+}
+
+fn now() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}
+
+/// Who answers a case, and what each is asked.
+fn contestants(section: &str, case: &Case) -> Result<Vec<Contestant>, String> {
+    if case.backward || matches!(section, "bwd" | "fp8") {
+        return Err("no such kernel yet".to_owned());
+    }
+    match section {
+        "check" => checked(case.kind.as_deref()),
+        "ceil" => Err("not measured here".to_owned()),
+        "prefill" => {
+            let lens = vec![case.tokens()?; case.batch()?];
+            let question = Question::dense(case.heads()?, &lens, &lens, case.is_causal()?);
+            Ok(vec![("attn", question)])
+        }
+        "decode" => {
+            let contexts = if case.kind.as_deref() == Some("uneven") {
+                workload::uneven_contexts()
+            } else {
+                vec![case.context()?; case.batch()?]
+            };
+            let bytes = case.bytes.ok_or("bytes: expected a value in the case, got none")?;
+            pages(&decode(case.heads()?, &contexts).pooled(bytes))
+        }
+        "mask" => masked(case.kind.as_deref(), case.heads()?, case.batch()?, case.tokens()?),
+        "chunk" => {
+            let (new, all) = case.chunk()?;
+            let dense = Question::dense(case.heads()?, &[new], &[all], true);
+            Ok(vec![("attn", dense.clone()), ("attn_p64", paged(dense, 64)?)])
+        }
+        "latency" => match case.kind.as_deref() {
+            Some("prefill") => {
+                let lens = vec![case.tokens()?; case.batch()?];
+                let question = Question::dense(case.heads()?, &lens, &lens, case.is_causal()?);
+                Ok(vec![("attn", question)])
+            }
+            _ => {
+                let dense = decode(case.heads()?, &[case.context()?]);
+                Ok(vec![("attn", dense.clone()), ("attn_p64", paged(dense, 64)?)])
+            }
+        },
+        other => Err(format!("section: expected one of the protocol's, got {other}")),
+    }
+}
+
+/// One query row a sequence.
+fn decode(heads: Heads, contexts: &[usize]) -> Question {
+    Question::dense(heads, &vec![1; contexts.len()], contexts, false)
+}
+
+fn paged(question: Question, page_size: usize) -> Result<Question, String> {
+    question.paged(page_size).map_err(|error| error.to_string())
+}
+
+/// The same call over both page sizes.
+fn pages(question: &Question) -> Result<Vec<Contestant>, String> {
+    Ok(vec![("attn_p16", paged(question.clone(), 16)?), ("attn_p64", paged(question.clone(), 64)?)])
+}
+
+fn masked(
+    kind: Option<&str>,
+    heads: Heads,
+    batch: usize,
+    tokens: usize,
+) -> Result<Vec<Contestant>, String> {
+    let lens = vec![tokens; batch];
+    let causal = Question::dense(heads, &lens, &lens, true);
+    let question = match kind {
+        Some("window") => with(causal, |q| q.spec.window_left = Some(workload::WINDOW_LEFT)),
+        Some("doc") => Question::dense(heads, &workload::DOC_LENS, &workload::DOC_LENS, true),
+        Some("softcap") => with(causal, |q| q.spec.softcap = Some(workload::SOFTCAP)),
+        Some("blocksparse") => Question::dense(heads, &lens, &lens, false).block_sparse(),
+        other => return Err(format!("kind: expected one of the protocol's, got {other:?}")),
+    };
+    Ok(vec![("attn", question)])
+}
+
+fn with(mut question: Question, change: impl FnOnce(&mut Question)) -> Question {
+    change(&mut question);
+    question
+}
+
+/// The protocol's checks, whose shapes are not in the case.
+fn checked(kind: Option<&str>) -> Result<Vec<Contestant>, String> {
+    let heads = Heads { q: 8, kv: 2, dim: 128 };
+    let prefill = || Question::dense(heads, &[512; 2], &[512; 2], true);
+    let question = match kind {
+        Some("prefill") => prefill(),
+        Some("window") => with(prefill(), |q| q.spec.window_left = Some(199)),
+        Some("varlen") => Question::dense(heads, &[300, 212], &[300, 212], true),
+        Some("decode") => return pages(&decode(heads, &[1000; 3])),
+        Some("blocksparse") => {
+            let heads = Heads { q: 16, kv: 16, dim: 128 };
+            return masked(Some("blocksparse"), heads, 1, workload::BLOCKS * workload::BLOCK);
+        }
+        _ => return Err("no such kernel yet".to_owned()),
+    };
+    Ok(vec![("attn", question)])
+}
+
+#[cfg(test)]
+mod tests {
+    use attn_core::Problem;
+
+    use super::*;
+
+    fn ask(section: &str, fields: Value) -> Result<Vec<Contestant>, String> {
+        let mut case = json!({ "id": "x" });
+        merge(&mut case, fields);
+        contestants(section, &serde_json::from_value(case).unwrap())
+    }
+
+    fn names(section: &str, fields: Value) -> Vec<&'static str> {
+        let contestants = ask(section, fields).unwrap();
+        for (_, question) in &contestants {
+            Problem::new(question.spec.clone()).unwrap();
+        }
+        contestants.into_iter().map(|(name, _)| name).collect()
+    }
+
+    #[test]
+    fn every_section_has_its_contestants() {
+        let heads = json!({ "B": 2, "S": 256, "Hq": 8, "Hkv": 2, "D": 64, "causal": true,
+            "ctx": 128, "bytes": 131072.0, "Sq": 64, "Sk": 256 });
+        let with = |kind: &str| {
+            let mut fields = heads.clone();
+            fields["kind"] = kind.into();
+            fields
+        };
+        assert_eq!(names("prefill", heads.clone()), ["attn"]);
+        assert_eq!(names("decode", heads.clone()), ["attn_p16", "attn_p64"]);
+        assert_eq!(names("decode", with("uneven")), ["attn_p16", "attn_p64"]);
+        assert_eq!(names("chunk", heads.clone()), ["attn", "attn_p64"]);
+        for kind in ["window", "doc", "softcap", "blocksparse"] {
+            assert_eq!(names("mask", with(kind)), ["attn"], "{kind}");
+        }
+        assert_eq!(names("latency", with("prefill")), ["attn"]);
+        assert_eq!(names("latency", with("decode")), ["attn", "attn_p64"]);
+        for kind in ["prefill", "window", "varlen", "blocksparse"] {
+            assert_eq!(names("check", with(kind)), ["attn"], "{kind}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_there_is_an_error_of_the_case() {
+        for (section, fields) in [
+            ("bwd", json!({})),
+            ("fp8", json!({})),
+            ("mask", json!({ "kind": "doc", "bwd": true })),
+            ("check", json!({ "kind": "bwd" })),
+        ] {
+            assert_eq!(ask(section, fields).unwrap_err(), "no such kernel yet", "{section}");
+        }
+        assert_eq!(ask("ceil", json!({ "kind": "copy" })).unwrap_err(), "not measured here");
+        assert!(ask("prefill", json!({})).unwrap_err().starts_with("S: expected"));
+        assert!(ask("nonsense", json!({})).unwrap_err().contains("nonsense"));
+    }
+
+    #[test]
+    fn window_and_softcap_are_the_protocols() {
+        let shape = json!({ "B": 1, "S": 256, "Hq": 2, "Hkv": 2, "D": 64 });
+        let spec = |kind: &str| {
+            let mut fields = shape.clone();
+            fields["kind"] = kind.into();
+            ask("mask", fields).unwrap().remove(0).1.spec
+        };
+        assert_eq!((spec("window").window_left, spec("window").causal), (Some(4095), true));
+        assert_eq!((spec("softcap").softcap, spec("softcap").causal), (Some(50.0), true));
+        assert_eq!(spec("doc").q_lens.len(), 24);
+    }
+}
