@@ -638,10 +638,15 @@ impl Graph {
     /// Starts the captured work in stream order.
     ///
     /// # Errors
-    /// [`Error::Driver`], and [`Error::Call`] for a stream of another context.
+    /// [`Error::Driver`], and [`Error::Call`] for a stream of another context, or one that is being captured: the outer
+    /// graph would not hold what this one uses.
     pub fn launch(&self, stream: &CudaStream) -> Result<(), Error> {
         check_context(&self.context, stream.context())?;
         bind(&self.context)?;
+        if is_capturing(stream)? {
+            let got = "a stream that is being captured";
+            return Err(attn_core::Error::invalid("stream", "no capture under way", got).into());
+        }
         // SAFETY: the executable graph lives in `self.graph`, and the memory that it uses in `self.held`.
         unsafe { result::graph::launch(self.graph.cu_graph_exec(), stream.cu_stream()) }
             .map_err(|error| failed("cuGraphLaunch", "a captured graph", error))
@@ -674,7 +679,13 @@ pub(crate) fn capture(
         .begin_capture(mode)
         .map_err(|error| failed("cuStreamBeginCapture", "a stream", error))?;
     let outcome = catch_unwind(AssertUnwindSafe(work));
-    let graph = stream.end_capture(sys::CUgraphInstantiate_flags(0));
+    let end = || stream.end_capture(sys::CUgraphInstantiate_flags(0));
+    let graph = end();
+    // cudarc answers with an error that a drop left behind in place of ending the capture: that of a buffer which
+    // `work` dropped and the driver would not free, for example.
+    if graph.is_err() && is_capturing(stream).unwrap_or(true) {
+        drop(end());
+    }
     // After the capture: a buffer whose last owner this is is freed here, which no capture allows.
     let held = held();
     match outcome {

@@ -93,6 +93,8 @@ impl Function {
 impl Drop for Function {
     fn drop(&mut self) {
         self.context.record_err(self.context.bind_to_thread());
+        // A launch of this function may still be under way, and nothing says that unloading waits for it.
+        self.context.record_err(self.context.synchronize());
         // SAFETY: the module was loaded once, and nothing else holds it.
         self.context.record_err(unsafe { sys::cuModuleUnload(self.module) }.result());
     }

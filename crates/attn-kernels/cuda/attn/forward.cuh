@@ -2,9 +2,11 @@
 //
 // Source: T. Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 1; split-KV as in T. Dao et al.,
 // "Flash-Decoding", 2023.
-// Tensors: base/params.cuh. Who executes: a block of config::THREADS; its teams take turns at tiles of keys.
-// Shared memory: queries [BLOCK_M, HEAD_DIM]; for each team its ring (attn/stage.cuh); in the general
-// instance the visits (attn/visit.cuh), which are static. The output reuses all of it.
+// Tensors: base/params.cuh.
+// Who executes: a block of config::THREADS; its teams take turns at tiles of keys.
+// Shared memory, dynamic, bytes: queries [BLOCK_M, HEAD_DIM] x 2, then TEAMS rings of TEAM_BYTES
+// (attn/stage.cuh); the output reuses all of it (attn/output.cuh). Static: what the block's threads
+// know alike, and in the general instance the visits (attn/visit.cuh).
 // What it does not do: choose sizes (the host does), join parts (kernel/merge_splits.cu).
 
 #pragma once
@@ -16,6 +18,7 @@
 #include "attn/stage.cuh"
 #include "attn/unit.cuh"
 #include "attn/visit.cuh"
+#include "ptx/barrier.cuh"
 
 namespace attn {
 
@@ -39,7 +42,7 @@ __device__ inline void forward(const ForwardParams& p) {
   using namespace config;
   extern __shared__ __align__(128) u8 memory[];
   __shared__ Visits visits;
-  // What all threads know alike lives here and not in registers, of which the accumulators leave few.
+  // What all threads know alike lives here: accumulators leave few registers.
   __shared__ Unit unit;
   __shared__ KeyRows<IS_PAGED, size_of(KV_DTYPE)> keys;
 
@@ -56,8 +59,10 @@ __device__ inline void forward(const ForwardParams& p) {
   const i32 warp = thread % TEAM_THREADS / WARP;
   const u32 queries = tile::shared_address(memory);
   const u32 ring = queries + tile::Panels<BLOCK_M, HEAD_DIM>::BYTES + u32(team) * TEAM_BYTES;
-  const float k_scale = IS_FP8 ? per_head(p.k_scale, unit.sequence.index, unit.kv_head, 1.0f) : 1.0f;
-  const float v_scale = IS_FP8 ? per_head(p.v_scale, unit.sequence.index, unit.kv_head, 1.0f) : 1.0f;
+  const float k_scale =
+      IS_FP8 ? per_head(p.k_scale, unit.sequence.index, unit.kv_head, 1.0f) : 1.0f;
+  const float v_scale =
+      IS_FP8 ? per_head(p.v_scale, unit.sequence.index, unit.kv_head, 1.0f) : 1.0f;
   // The plain instance's scale is positive, which the host sees to.
   const float scale = p.scale * k_scale;
   // What scores are multiplied by in exponents, base e and 2. The options leave natural logarithms.
@@ -71,8 +76,8 @@ __device__ inline void forward(const ForwardParams& p) {
     visits.fill(p, unit, ceil_div(unit.keys.hi - unit.keys.lo, BLOCK_N));
     __syncthreads();
   }
-  // The first key of the visited tile that is `skip` visited tiles on from the tile at `first`, itself visited where
-  // skip is not 0; past the keys where there is none.
+  // The first key of the visited tile that is `skip` visited tiles on from the tile at `first`,
+  // itself visited where skip is not 0; past the keys where there is none.
   const auto visit = [&](i32 first, i32 skip) {
     if (!is_sparse) return first + skip * BLOCK_N;
     const i32 tiles = ceil_div(unit.keys.hi - unit.keys.lo, BLOCK_N);
@@ -118,7 +123,8 @@ __device__ inline void forward(const ForwardParams& p) {
     warp::Scores s;
     warp::score(s, q, tile);
     if constexpr (IS_GENERAL) {
-      warp::apply_options(s, p, unit, scale, warp, first, is_sparse && !visits.is_whole((first - unit.keys.lo) / BLOCK_N));
+      warp::apply_options(s, p, unit, scale, warp, first,
+                          is_sparse && !visits.is_whole((first - unit.keys.lo) / BLOCK_N));
     } else if (first < unit.full.lo || first + BLOCK_N > min_of(unit.full.hi, unit.keys.hi)) {
       warp::hide_outside(s, p, unit, warp, first);
     }
@@ -132,7 +138,8 @@ __device__ inline void forward(const ForwardParams& p) {
   if constexpr (TEAMS == 1) {
     write_alone(p, unit, warp, softmax, o, units, v_scale, queries);
   } else {
-    write_together(p, unit, team, warp, softmax, o, units, v_scale, reinterpret_cast<float*>(memory));
+    write_together(p, unit, team, warp, softmax, o, units, v_scale,
+                   reinterpret_cast<float*>(memory));
   }
 }
 

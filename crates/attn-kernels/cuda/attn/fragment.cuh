@@ -1,9 +1,12 @@
-// The two matrix products of a warp: S = Q K^T from shared memory, and O += P V with P in registers.
+// The two matrix products of a warp: S = Q K^T from shared memory, and O += P V with P in
+// registers.
 //
-// A warp holds ROW_TILES x 16 query rows; of each 16, lane l has rows l / 4 and l / 4 + 8 and, of every 8 columns,
-// columns 2 (l % 4) and the next (ptx/mma.cuh). The accumulator of S is, converted in place, the A operand of the
-// second product: its columns are the keys that the product sums over.
-// Source: T. Dao, "FlashAttention-2", arXiv:2307.08691, section 3.3 (the warps divide the query rows).
+// A warp holds ROW_TILES x 16 query rows; of each 16, lane l has rows l / 4 and l / 4 + 8 and, of
+// every 8 columns, columns 2 (l % 4) and the next (ptx/mma.cuh). The accumulator of S is, converted
+// in place, the A operand of the second product: its columns are the keys that it sums over.
+// Source: T. Dao, "FlashAttention-2", arXiv:2307.08691, section 3.3: warps divide the query rows.
+// Who executes: all lanes of a converged warp. Shared memory: tiles as tile/panel.cuh lays them
+// out. What it does not do: wait for the tiles (attn/forward.cuh).
 
 #pragma once
 
@@ -32,10 +35,12 @@ __device__ inline void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1
 
 // Two f32 rounded to the call's 16-bit type.
 __device__ inline u32 round_pair(float lo, float hi) {
-  return config::Q_DTYPE == DType::bf16 ? ptx::cvt_rn_bf16x2_f32(lo, hi) : ptx::cvt_rn_f16x2_f32(lo, hi);
+  return config::Q_DTYPE == DType::bf16 ? ptx::cvt_rn_bf16x2_f32(lo, hi)
+                                        : ptx::cvt_rn_f16x2_f32(lo, hi);
 }
 
-// Queries of a warp: kept in registers where they are few enough, else read from shared memory for every tile.
+// Queries of a warp: kept in registers where they are few enough, else read from shared memory for
+// every tile.
 struct Queries {
   static constexpr int STEPS = config::HEAD_DIM / 16;
   static constexpr bool IS_KEPT = config::ROW_TILES * STEPS * 4 <= 32;

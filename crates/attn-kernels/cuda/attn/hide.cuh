@@ -1,14 +1,15 @@
-// What becomes of scores between the product and the softmax: the band for every instance, and the options of the
-// general one.
+// What becomes of scores between the product and the softmax: the band for every instance, and the
+// options of the general one.
 //
 // Order: scale, soft-cap, bias and ALiBi, masks. A hidden score is -inf.
-// The invariant: bias and masks are read for keys that the row may see by band and length, and for no other.
+// Tensors: the maps of ForwardParams. Who executes: any lane, for the scores that it holds.
+// The invariant: bias and masks are read for keys that the row may see by band and length, and for
+// no other.
 
 #pragma once
 
 #include "attn/fragment.cuh"
 #include "attn/unit.cuh"
-#include "ptx/math.cuh"
 
 namespace attn::warp {
 
@@ -21,7 +22,8 @@ __device__ inline i32 own_row(i32 warp, int i, int half) {
 __device__ inline i32 own_column() { return i32(threadIdx.x) % 4 * 2; }
 
 // Hides what band, part and length hide in the tile of keys that starts at `first`.
-__device__ inline void hide_outside(Scores& s, const ForwardParams& p, const Unit& unit, i32 warp, i32 first) {
+__device__ inline void hide_outside(Scores& s, const ForwardParams& p, const Unit& unit, i32 warp,
+                                    i32 first) {
   using namespace config;
 #pragma unroll
   for (int i = 0; i < ROW_TILES; ++i) {
@@ -42,17 +44,10 @@ __device__ inline void hide_outside(Scores& s, const ForwardParams& p, const Uni
   }
 }
 
-// c tanh(s / c). tanh(x) = 1 - 2 / (1 + exp(2 x)): the error, a few 2^-23 of c, is absolute, as a score's is;
-// the instruction tanh.approx is off by 2^-11 of c.
-__device__ inline float soft_cap(float s, float cap, float inverse) {
-  const float e = ptx::ex2_approx_ftz_f32(s * inverse * (2.0f * LOG2E));
-  return cap - 2.0f * cap * ptx::rcp_approx_ftz_f32(1.0f + e);
-}
-
-// Applies scale and options, and hides; scores become natural logarithms. `is_cut`: some key of the tile is
-// outside some row's block mask.
-__device__ inline void apply_options(Scores& s, const ForwardParams& p, const Unit& unit, float scale, i32 warp,
-                                     i32 first, bool is_cut) {
+// Applies scale and options, and hides; scores become natural logarithms. `is_cut`: some key of the
+// tile is outside some row's block mask.
+__device__ inline void apply_options(Scores& s, const ForwardParams& p, const Unit& unit,
+                                     float scale, i32 warp, i32 first, bool is_cut) {
   using namespace config;
   const float inverse_cap = p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f;
   const i32 sequence = unit.sequence.index;
@@ -86,12 +81,15 @@ __device__ inline void apply_options(Scores& s, const ForwardParams& p, const Un
           const i32 key = first + own_column() + j * 8 + e;
           bool is_seen = key >= lo && key < hi;
           float x = score * scale;
-          if (p.softcap > 0.0f) x = soft_cap(x, p.softcap, inverse_cap);
+          // The instruction tanh.approx is off by 2^-11 of the cap.
+          if (p.softcap > 0.0f) x = p.softcap * tanhf(x * inverse_cap);
           if (is_seen) {
             if (bias) x += bias[key * p.bias.key];
             x -= slope * static_cast<float>(own < key ? key - own : own - key);
             if (mask) is_seen = mask[key * p.mask.key] != 0;
-            if (blocks) is_seen = is_seen && blocks[i64(p.block_kv.divide(u32(key))) * p.block_mask.key] != 0;
+            if (blocks && is_seen) {
+              is_seen = blocks[i64(p.block_kv.divide(u32(key))) * p.block_mask.key] != 0;
+            }
           }
           score = is_seen ? x : NEG_INF;
         }

@@ -1,7 +1,10 @@
 // Where the key and value rows of one sequence and KV head are: in order, or in pages.
 //
-// The invariant: an address is formed in 64 bits and only for a key below the sequence's length; a block table
-// entry outside the cache is answered with a row of NaN bits, never with an address outside the cache.
+// Who executes: any thread, alone.
+// The invariant: addresses are formed in 64 bits, and the block table is read below the sequence's
+// length alone; an entry outside the cache is answered with a row of NaN bits, never with an
+// address outside the cache. What it does not do: read the rows. In order, a row past the end has
+// an address, which its caller gives to copies of no bytes.
 
 #pragma once
 
@@ -16,11 +19,12 @@ __device__ const Vec16 NAN_CHUNK = {{~0u, ~0u, ~0u, ~0u}};
 // The rows of one sequence and KV head. ELEMENT: bytes of a stored element.
 template <bool PAGED, int ELEMENT>
 struct KeyRows {
-  const u8* k;       // of key 0, or of slot 0 of page 0
+  const u8* k;  // of key 0, or of slot 0 of page 0
   const u8* v;
   const i32* table;  // of the sequence
 
-  // The addresses of a row's key and value; `step` scales the distance from them, 0 for an invalid page.
+  // The addresses of a row's key and value; `step` scales the distance from them, 0 for an invalid
+  // page.
   struct Row {
     const u8* k;
     const u8* v;
@@ -53,7 +57,8 @@ struct KeyRows {
         const u8* nan = reinterpret_cast<const u8*>(&NAN_CHUNK);
         return {nan, nan, 0};
       }
-      return {k + row_offset(p.k, page, slot, 0) * ELEMENT, v + row_offset(p.v, page, slot, 0) * ELEMENT, 1};
+      return {k + row_offset(p.k, page, slot, 0) * ELEMENT,
+              v + row_offset(p.v, page, slot, 0) * ELEMENT, 1};
     } else {
       return {at.k + rows * p.k.row * ELEMENT, at.v + rows * p.v.row * ELEMENT, 1};
     }

@@ -102,8 +102,8 @@ __device__ inline float per_head(const PerHead& x, i64 sequence, i64 head, float
 // The entry of a map, which is present.
 template <typename T>
 __device__ T pair_at(const Pairs& map, i64 sequence, i64 head, i64 row, i64 key) {
-  return static_cast<const T*>(map.data)[sequence * map.sequence + head * map.head +
-                                         row * map.row + key * map.key];
+  const i64 offset = sequence * map.sequence + head * map.head + row * map.row + key * map.key;
+  return static_cast<const T*>(map.data)[offset];
 }
 
 }  // namespace attn

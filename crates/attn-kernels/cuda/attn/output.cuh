@@ -1,9 +1,13 @@
 // The end of a unit: teams joined, rows divided by their denominators, and written.
 //
-// A sequence whose keys are one part gets its output here; of more parts each leaves its normalised rows and their
-// LSE for merge_splits. Rows past the sequence's length that are to be written (padding) are 0 and -inf.
-// Shared memory: one team, a 16-bit tile [BLOCK_M, VALUE_DIM] in place of the queries and keys; several, f32
-// [TEAMS, BLOCK_M, VALUE_DIM + 4], then maximum and sum [TEAMS, BLOCK_M] each.
+// A sequence whose keys are one part gets its output here; of more parts each leaves its normalised
+// rows and their LSE for merge_splits. Rows past the sequence's length that are to be written
+// (padding) are 0 and -inf.
+// Tensors: o, lse and the partial results of ForwardParams. Who executes: all threads of the block,
+// behind a barrier after their last tile.
+// Shared memory: one team, a 16-bit tile [BLOCK_M, VALUE_DIM] in place of the queries and keys;
+// several, f32 [TEAMS, BLOCK_M, VALUE_DIM + 4], then maximum and sum [TEAMS, BLOCK_M] each.
+// What it does not do: join parts (kernel/merge_splits.cu).
 
 #pragma once
 
@@ -11,16 +15,21 @@
 #include "attn/rows.cuh"
 #include "attn/softmax.cuh"
 #include "attn/split.cuh"
+#include "ptx/math.cuh"
+#include "ptx/shared.cuh"
 
 namespace attn {
 
 // The row of this unit's part among the partial results.
-__device__ inline i64 own_partial_row(const ForwardParams& p, const Unit& unit, i32 position, i32 head) {
-  return partial_row(p, p.partial_starts[unit.sequence.index], unit.part, unit.rows, position, head);
+__device__ inline i64 own_partial_row(const ForwardParams& p, const Unit& unit, i32 position,
+                                      i32 head) {
+  return partial_row(p, p.partial_starts[unit.sequence.index], unit.part, unit.rows, position,
+                     head);
 }
 
 // Writes the LSE of a row that exists or is padding.
-__device__ inline void write_lse(const ForwardParams& p, const Unit& unit, i32 position, i32 head, float lse) {
+__device__ inline void write_lse(const ForwardParams& p, const Unit& unit, i32 position, i32 head,
+                                 float lse) {
   if (position >= unit.rows) return;
   const bool is_row = position < unit.sequence.q_len;
   if (unit.parts > 1) {
@@ -31,8 +40,8 @@ __device__ inline void write_lse(const ForwardParams& p, const Unit& unit, i32 p
 }
 
 // Eight columns of a row that exists or is padding. `x` is already divided.
-__device__ inline void write_columns(const ForwardParams& p, const Unit& unit, i32 position, i32 head, i32 column,
-                                     const float (&x)[8]) {
+__device__ inline void write_columns(const ForwardParams& p, const Unit& unit, i32 position,
+                                     i32 head, i32 column, const float (&x)[8]) {
   if (position >= unit.rows || column >= p.value_dim) return;
   const bool is_row = position < unit.sequence.q_len;
   if (unit.parts > 1) {
@@ -58,8 +67,9 @@ struct Units {
 };
 
 // One team: through shared memory at `memory`, which no warp reads any more.
-__device__ inline void write_alone(const ForwardParams& p, const Unit& unit, i32 warp, const warp::Softmax& state,
-                                   const warp::Accumulator& o, const Units& units, float v_scale, u32 memory) {
+__device__ inline void write_alone(const ForwardParams& p, const Unit& unit, i32 warp,
+                                   const warp::Softmax& state, const warp::Accumulator& o,
+                                   const Units& units, float v_scale, u32 memory) {
   using namespace config;
   using Tile = tile::Panels<BLOCK_M, VALUE_DIM>;
 #pragma unroll
@@ -72,13 +82,13 @@ __device__ inline void write_alone(const ForwardParams& p, const Unit& unit, i32
       const float sum = warp::quad_sum(state.sum[i][half]);
       const bool is_row = position < unit.sequence.q_len;
       const float sink = is_row ? sink_of(p, unit, head) : NEG_INF;
-      const RowResult result = finish_row(state.max[i][half], sum, units.natural, units.base2, sink);
+      const RowResult result =
+          finish_row(state.max[i][half], sum, units.natural, units.base2, sink);
       const float share = result.factor * v_scale;
       if (threadIdx.x % 4 == 0) write_lse(p, unit, position, head, result.lse);
       if (unit.parts > 1) {
         if (!is_row) continue;
-        float* to = p.partial_o +
-                    own_partial_row(p, unit, position, head) * p.value_dim +
+        float* to = p.partial_o + own_partial_row(p, unit, position, head) * p.value_dim +
                     warp::own_column();
 #pragma unroll
         for (int j = 0; j < warp::VALUE_TILES; ++j) {
@@ -89,9 +99,10 @@ __device__ inline void write_alone(const ForwardParams& p, const Unit& unit, i32
       } else {
 #pragma unroll
         for (int j = 0; j < warp::VALUE_TILES; ++j) {
-          const u32 pair = warp::round_pair(o[i][j][half * 2] * share, o[i][j][half * 2 + 1] * share);
+          const u32 pair =
+              warp::round_pair(o[i][j][half * 2] * share, o[i][j][half * 2 + 1] * share);
           const u32 at = memory + Tile::offset(row, j) + warp::own_column() * 2;
-          asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(is_row ? pair : 0) : "memory");
+          ptx::st_shared_b32(at, is_row ? pair : 0);
         }
       }
     }
@@ -109,7 +120,7 @@ __device__ inline void write_alone(const ForwardParams& p, const Unit& unit, i32
       const i32 column = panel * Tile::WIDTH + chunk * 8;
       if (column < p.value_dim) {
         *reinterpret_cast<Vec16*>(to + column) =
-            tile::load_shared(memory + Tile::offset(row, panel * Tile::CHUNKS + chunk));
+            ptx::ld_shared_v4_b32(memory + Tile::offset(row, panel * Tile::CHUNKS + chunk));
       }
     }
   }
@@ -117,8 +128,8 @@ __device__ inline void write_alone(const ForwardParams& p, const Unit& unit, i32
 
 // Several teams, each with the same rows and other keys: joined like parts of the keys.
 __device__ inline void write_together(const ForwardParams& p, const Unit& unit, i32 team, i32 warp,
-                                      const warp::Softmax& state, const warp::Accumulator& o, const Units& units,
-                                      float v_scale, float* memory) {
+                                      const warp::Softmax& state, const warp::Accumulator& o,
+                                      const Units& units, float v_scale, float* memory) {
   using namespace config;
   // Four more floats a row put rows that lanes write together into different banks.
   constexpr int ROW = VALUE_DIM + 4;
@@ -156,9 +167,11 @@ __device__ inline void write_together(const ForwardParams& p, const Unit& unit, 
 #pragma unroll
     for (int t = 0; t < TEAMS; ++t) {
       // The product is rounded as it was in the team's own exponents.
-      const float share = ptx::ex2_approx_ftz_f32(__fmul_rn(maxima[t * BLOCK_M + row], units.base2) - shift);
+      const float share =
+          ptx::ex2_approx_ftz_f32(__fmul_rn(maxima[t * BLOCK_M + row], units.base2) - shift);
       sum += sums[t * BLOCK_M + row] * share;
-      const float4* from = reinterpret_cast<const float4*>(memory + (t * BLOCK_M + row) * ROW + column);
+      const float4* from =
+          reinterpret_cast<const float4*>(memory + (t * BLOCK_M + row) * ROW + column);
       const float4 lo = from[0];
       const float4 hi = from[1];
       const float part[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
@@ -166,7 +179,8 @@ __device__ inline void write_together(const ForwardParams& p, const Unit& unit, 
       for (int e = 0; e < 8; ++e) x[e] += part[e] * share;
     }
     const bool is_row = position < unit.sequence.q_len;
-    const RowResult result = finish_row(top, sum, units.natural, units.base2, is_row ? sink_of(p, unit, head) : NEG_INF);
+    const RowResult result =
+        finish_row(top, sum, units.natural, units.base2, is_row ? sink_of(p, unit, head) : NEG_INF);
 #pragma unroll
     for (int e = 0; e < 8; ++e) x[e] *= result.factor * v_scale;
     if (column == 0) write_lse(p, unit, position, head, result.lse);

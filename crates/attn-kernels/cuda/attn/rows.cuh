@@ -1,6 +1,9 @@
-// Query rows into shared memory, and output rows out of it.
+// Query rows on their way into shared memory, and where the rows of q, o and lse are.
 //
-// The invariant: a row past the sequence's length is zero in the tile of queries, and never an address.
+// Tensors: q [rows, q_heads, head_dim]. Who executes: all threads of the block; the copy has landed
+// when they have waited for their groups and met.
+// Shared memory: a 16-bit tile [BLOCK_M, HEAD_DIM] (tile/panel.cuh).
+// The invariant: a row past the sequence's length is zero in the tile, and never an address.
 
 #pragma once
 

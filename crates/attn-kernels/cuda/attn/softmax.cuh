@@ -1,10 +1,13 @@
 // The online softmax of a warp's rows.
 //
-// Source: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867, algorithm 3;
-// T. Dao et al., "FlashAttention", arXiv:2205.14135, algorithm 1, with the division moved behind the last tile.
-// Scores stay as they are; the factor that makes them base-2 logarithms, which is positive, joins the exponent's
-// multiply-add. A row that has seen no key has the maximum -inf, and 0 takes its place in the
-// exponent: exp2(-inf - 0) is 0, where -inf - -inf would be NaN.
+// Source: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867,
+// algorithm 3; T. Dao et al., "FlashAttention", arXiv:2205.14135, algorithm 1, with the division
+// moved behind the last tile.
+// Who executes: all lanes of a converged warp; no shared memory.
+// The invariant: weights are exp2(score * factor - round(max * factor)), under one rounding of the
+// product for all of them. Scores stay as they are; the factor that makes them base-2 logarithms,
+// which is positive, joins the exponent's multiply-add. A row that has seen no key has the maximum
+// -inf, and 0 takes its place in the exponent: exp2(-inf - 0) is 0, where -inf - -inf would be NaN.
 
 #pragma once
 
@@ -56,7 +59,10 @@ struct Softmax {
         has_grown |= now != before;
         max[i][half] = now;
         shift[half] = now == NEG_INF ? 0.0f : now * factor;
-        correction[half] = ptx::ex2_approx_ftz_f32(before * factor - shift[half]);
+        // The product is rounded as it was when it shifted the weights so far. A fused one would
+        // move them by what the rounding moved, once more with every tile in which another row's
+        // maximum grows.
+        correction[half] = ptx::ex2_approx_ftz_f32(__fmul_rn(before, factor) - shift[half]);
       }
       // Most tiles after the first few leave every maximum of a warp where it was.
       if (__any_sync(~0u, has_grown)) {
@@ -72,7 +78,8 @@ struct Softmax {
       for (int j = 0; j < KEY_TILES; ++j) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float weight = ptx::ex2_approx_ftz_f32(__fmaf_rn(s[i][j][e], factor, -shift[e / 2]));
+          const float weight =
+              ptx::ex2_approx_ftz_f32(__fmaf_rn(s[i][j][e], factor, -shift[e / 2]));
           s[i][j][e] = weight;
           sum[i][e / 2] += weight;
         }
@@ -91,12 +98,14 @@ struct RowResult {
   float lse;
 };
 
-// Ends a row whose largest score is `max` and whose denominator, relative to exp2(round(max * factor)), is `sum`.
-// `scale` turns scores into natural logarithms and `factor` into base 2; `sink` is a natural score, -inf for none.
+// Ends a row whose largest score is `max` and whose denominator, relative to exp2(round(max *
+// factor)), is `sum`. `scale` turns scores into natural logarithms and `factor` into base 2; `sink`
+// is a natural score, -inf for none.
 //
-// The LSE is max * scale plus what is small beside it. max * factor would carry three roundings of a large number;
-// what its rounding moved in the exponents is taken back exactly.
-__device__ inline RowResult finish_row(float max, float sum, float scale, float factor, float sink) {
+// The LSE is max * scale plus what is small beside it. max * factor would carry three roundings of
+// a large number; what its rounding moved in the exponents is taken back exactly.
+__device__ inline RowResult finish_row(float max, float sum, float scale, float factor,
+                                       float sink) {
   if (max == NEG_INF) {
     // No key was seen: NaN scores leave no maximum but a NaN sum.
     return {sum == sum ? 0.0f : sum, sum == sum ? sink : sum};

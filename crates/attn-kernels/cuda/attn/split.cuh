@@ -17,7 +17,7 @@
 namespace attn {
 
 struct Parts {
-  i32 lo;     // keys lo .. hi are those that some row of the sequence sees
+  i32 lo;  // keys lo .. hi are those that some row of the sequence sees
   i32 hi;
   i32 keys;   // of each part but the last, at least 1; part n starts at lo + n * keys
   i32 count;  // at least 1

@@ -1,12 +1,13 @@
 // The ring of key and value tiles of one team.
 //
-// Keys of a tile are `first .. first + BLOCK_N`; those at or past `hi` are zero in the tile, K and V alike: a value
-// that no row may see must not meet even a weight of zero, for it may be NaN. Columns past the call's dimensions are
-// zero too. fp8 rows land as they are, each thread later widening the chunks that it copied itself, so that one
-// barrier publishes both.
-//
-// Shared memory of a team, 16-bit caches: STAGES x (K tile, V tile). fp8: one K and one V tile, then STAGES x
-// (chunks of K, chunks of V).
+// Keys of a tile are `first .. first + BLOCK_N`; those at or past `hi` are zero in the tile, K and
+// V alike: a value that no row may see must not meet even a weight of zero, for it may be NaN.
+// Columns past the call's dimensions are zero too. fp8 rows land as they are, each thread later
+// widening the chunks that it copied itself, so that one barrier publishes both.
+// Who executes: all threads of the team.
+// Shared memory of a team, 16-bit caches: STAGES x (K tile, V tile). fp8: one K and one V tile,
+// then STAGES x (chunks of K, chunks of V).
+// What it does not do: commit, wait, or bar (attn/forward.cuh).
 
 #pragma once
 
@@ -14,11 +15,13 @@
 #include "base/config.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/shared.cuh"
 #include "tile/panel.cuh"
 
 namespace attn {
 
-// How the threads of a team share a tile of DIM columns: LANES threads a row, a chunk of 16 bytes of each panel each.
+// How the threads of a team share a tile of DIM columns: LANES threads a row, a chunk of 16 bytes
+// of each panel each.
 template <int DIM>
 struct Share {
   using Tile = tile::Panels<config::BLOCK_N, DIM>;
@@ -38,13 +41,17 @@ using VTile = tile::Panels<config::BLOCK_N, config::VALUE_DIM>;
 
 constexpr u32 TILE_BYTES = KTile::BYTES + VTile::BYTES;
 constexpr u32 RAW_BYTES = Share<config::HEAD_DIM>::RAW_BYTES + Share<config::VALUE_DIM>::RAW_BYTES;
-constexpr u32 TEAM_BYTES = config::IS_FP8 ? TILE_BYTES + config::STAGES * RAW_BYTES : config::STAGES * TILE_BYTES;
+constexpr u32 TEAM_BYTES =
+    config::IS_FP8 ? TILE_BYTES + config::STAGES * RAW_BYTES : config::STAGES * TILE_BYTES;
 
 // Where the tile of a stage is read from.
-__device__ inline u32 tile_of(u32 team, int stage) { return config::IS_FP8 ? team : team + stage * TILE_BYTES; }
+__device__ inline u32 tile_of(u32 team, int stage) {
+  return config::IS_FP8 ? team : team + stage * TILE_BYTES;
+}
 
-// Copies the thread's chunks of one row. `to`: where the thread's chunk of the tile's first row goes; `limit`: elements
-// of the row that exist from the thread's chunk on, none where the row does not.
+// Copies the thread's chunks of one row. `to`: where the thread's chunk of the tile's first row
+// goes; `limit`: elements of the row that exist from the thread's chunk on, none where the row does
+// not.
 template <int DIM>
 __device__ void copy_row(u32 to, const u8* from, i32 step, int pass, i32 limit) {
   using S = Share<DIM>;
@@ -58,8 +65,8 @@ __device__ void copy_row(u32 to, const u8* from, i32 step, int pass, i32 limit) 
       bytes = clamp_of(left, 0, 16);
     } else {
       // Passes are a power of two of rows, so that the swizzle of a sum of rows is that of each.
-      target = (to ^ (S::Tile::swizzle(pass * S::PASS) * 16)) + pass * S::PASS * S::Tile::ROW_BYTES +
-               panel * S::Tile::PANEL_BYTES;
+      target = (to ^ (S::Tile::swizzle(pass * S::PASS) * 16)) +
+               pass * S::PASS * S::Tile::ROW_BYTES + panel * S::Tile::PANEL_BYTES;
       // Dimensions are multiples of a chunk.
       bytes = left > 0 ? 16 : 0;
     }
@@ -67,9 +74,11 @@ __device__ void copy_row(u32 to, const u8* from, i32 step, int pass, i32 limit) 
   }
 }
 
-// Starts the copies of a tile of keys: its K rows, its V rows, or both where the threads share them alike.
+// Starts the copies of a tile of keys: its K rows, its V rows, or both where the threads share them
+// alike.
 template <int DIM, bool HAS_K, bool HAS_V, typename Source>
-__device__ void copy_tile(const ForwardParams& p, const Source& keys, u32 k, u32 v, i32 first, i32 hi) {
+__device__ void copy_tile(const ForwardParams& p, const Source& keys, u32 k, u32 v, i32 first,
+                          i32 hi) {
   using S = Share<DIM>;
   const int thread = threadIdx.x % config::TEAM_THREADS;
   const int lane = thread % S::LANES;
@@ -78,25 +87,31 @@ __device__ void copy_tile(const ForwardParams& p, const Source& keys, u32 k, u32
   const u32 k_to = k + (config::IS_FP8 ? thread * 16 : KTile::offset(top, lane));
   const u32 v_to = v + (config::IS_FP8 ? thread * 16 : VTile::offset(top, lane));
   auto source = keys.first(p, first + top);
-  // Looked-up addresses are long-lived where the loop is unrolled; without a look-up they are one sum.
+  // Looked-up addresses are long-lived where the loop is unrolled; without a look-up they are one
+  // sum.
 #pragma unroll(config::IS_PAGED ? 1 : S::PASSES)
   for (int pass = 0; pass < S::PASSES; ++pass) {
     if (config::BLOCK_N % S::PASS != 0 && top + pass * S::PASS >= config::BLOCK_N) break;
     const i32 key = first + top + pass * S::PASS;
-    // A key past the end: its address is formed and never read. Where forming it would read the block table, the
-    // last key stands in.
+    // A key past the end: its address is formed and never read. Where forming it would read the
+    // block table, the last key stands in.
     if (config::IS_PAGED || pass > 0) source = keys.next(p, source, min_of(key, hi - 1), S::PASS);
     const i32 k_limit = key < hi ? p.head_dim - column : 0;
     const i32 v_limit = key < hi ? p.value_dim - column : 0;
     const i64 shift = i64(column) * S::ELEMENT * source.step;
-    if constexpr (HAS_K) copy_row<config::HEAD_DIM>(k_to, source.k + shift, source.step, pass, k_limit);
-    if constexpr (HAS_V) copy_row<config::VALUE_DIM>(v_to, source.v + shift, source.step, pass, v_limit);
+    if constexpr (HAS_K) {
+      copy_row<config::HEAD_DIM>(k_to, source.k + shift, source.step, pass, k_limit);
+    }
+    if constexpr (HAS_V) {
+      copy_row<config::VALUE_DIM>(v_to, source.v + shift, source.step, pass, v_limit);
+    }
   }
 }
 
 // Starts the copies of a tile of keys into a stage.
 template <typename Source>
-__device__ void load_stage(const ForwardParams& p, const Source& keys, u32 team, int stage, i32 first, i32 hi) {
+__device__ void load_stage(const ForwardParams& p, const Source& keys, u32 team, int stage,
+                           i32 first, i32 hi) {
   using namespace config;
   const u32 k = IS_FP8 ? team + TILE_BYTES + stage * RAW_BYTES : team + stage * TILE_BYTES;
   const u32 v = k + (IS_FP8 ? Share<HEAD_DIM>::RAW_BYTES : KTile::BYTES);
@@ -131,7 +146,7 @@ __device__ void widen_tile(u32 from, u32 to) {
 #pragma unroll
     for (int panel = 0; panel < S::Tile::COUNT; ++panel) {
       const u32 source = from + ((pass * S::Tile::COUNT + panel) * S::SHARERS + thread) * 16;
-      const Vec16 raw = tile::load_shared(source);
+      const Vec16 raw = ptx::ld_shared_v4_b32(source);
       Vec16 wide[2];
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
@@ -140,8 +155,8 @@ __device__ void widen_tile(u32 from, u32 to) {
         wide[word / 2].word[word % 2 * 2 + 1] = four.hi;
       }
       const int chunk = panel * S::Tile::CHUNKS + lane * 2;
-      tile::store_shared(to + S::Tile::offset(row, chunk), wide[0]);
-      tile::store_shared(to + S::Tile::offset(row, chunk + 1), wide[1]);
+      ptx::st_shared_v4_b32(to + S::Tile::offset(row, chunk), wide[0]);
+      ptx::st_shared_v4_b32(to + S::Tile::offset(row, chunk + 1), wide[1]);
     }
   }
 }

@@ -1,11 +1,12 @@
 // What one block does: a tile of flat query rows of a block of heads, and the keys that it meets.
 //
-// Flat rows: `pack` query heads of one position are consecutive rows, so that a tile reads each key once for all of
-// them; flat row f is position f / pack and head f % pack of the block of heads. Units of a sequence are numbered
-// [block of heads, part of the keys, tile of rows], the tile with the most keys under a causal bound first.
-// Who executes: all lanes of every warp of the block, each for itself.
-// The invariant: `keys` holds what some row of the tile sees and nothing that every row of it is forbidden by
-// band or part, so that storage outside is never read.
+// Flat rows: `pack` query heads of one position are consecutive rows, so that a tile reads each key
+// once for all of them; flat row f is position f / pack and head f % pack of the block of heads.
+// Units of a sequence are numbered [block of heads, part of the keys, tile of rows], the tile with
+// the most keys under a causal bound first.
+// Who executes: `unit_of` all lanes of a warp; the rest any thread.
+// The invariant: `keys` holds what some row of the tile sees and nothing that every row of it is
+// forbidden by band or part, so that storage outside is never read.
 
 #pragma once
 
@@ -25,16 +26,16 @@ struct Keys {
 struct Unit {
   Sequence sequence;
   Band band;
-  i32 head;     // first query head
+  i32 head;  // first query head
   i32 kv_head;
   i32 part;
   i32 parts;
-  i32 first;    // first flat row of the tile
-  i32 rows;     // rows of the sequence that are written, padding included
-  i32 top;      // positions of the tile's first and last row; top > bottom where all are padding
+  i32 first;  // first flat row of the tile
+  i32 rows;   // rows of the sequence that are written, padding included
+  i32 top;    // positions of the tile's first and last row; top > bottom where all are padding
   i32 bottom;
   Keys keys;
-  Keys full;    // keys that every row sees, by the band
+  Keys full;  // keys that every row sees, by the band
 
   // The position of a flat row of the tile.
   __device__ i32 position(const ForwardParams& p, i32 row) const {
@@ -80,7 +81,8 @@ __device__ Unit unit_of(const ForwardParams& p, u32 block) {
   unit.head = i32(head_block * p.pack.value);
   unit.kv_head = i32(p.group.divide(u32(unit.head)));
 
-  const u32 row_tiles = u32(unit.rows) * p.pack.value / BLOCK_M + (u32(unit.rows) * p.pack.value % BLOCK_M != 0);
+  // Flat rows are fewer than 2^31.
+  const u32 row_tiles = (u32(unit.rows) * p.pack.value + BLOCK_M - 1) / BLOCK_M;
   const u32 part = inside / row_tiles;
   unit.part = i32(part);
   unit.first = i32(row_tiles - 1 - (inside - part * row_tiles)) * BLOCK_M;

@@ -1,8 +1,11 @@
 // Which tiles of keys a block visits under a block mask: two bits a tile, made once from the mask.
 //
-// Bit t of `seen`: some row of the block's tile may see some key of tile t by the block mask; bit t of `whole`: all
-// rows see all of it. Tiles past the capacity count as seen and not whole, which costs time and never a result.
+// Bit t of `seen`: some row of the block's tile may see some key of tile t by the block mask; bit t
+// of `whole`: all rows see all of it. Tiles past the capacity count as seen and not whole, which
+// costs time and never a result.
 // Who executes: `fill` every thread of the block, then a barrier; the rest any thread.
+// Shared memory: this struct, 4096 bytes.
+// What it does not do: hide single keys of a tile that is visited (attn/hide.cuh).
 
 #pragma once
 
@@ -17,8 +20,10 @@ struct Visits {
   u32 seen[WORDS];
   u32 whole[WORDS];
 
-  // Whether rows top..=bottom of the unit's heads see any, and all, keys of first..end, by the block mask.
-  __device__ static void look(const ForwardParams& p, const Unit& unit, i32 first, i32 end, bool& any, bool& all) {
+  // Whether rows top..=bottom of the unit's heads see any, and all, keys of first..end, by the
+  // block mask.
+  __device__ static void look(const ForwardParams& p, const Unit& unit, i32 first, i32 end,
+                              bool& any, bool& all) {
     const Pairs& map = p.block_mask;
     // One head speaks for all where the map does not tell them apart.
     const i32 heads = map.head == 0 ? 1 : i32(p.pack.value);

@@ -1,7 +1,7 @@
 // The one place that reads the macros of a forward instance.
 //
-// An instance is made by `-D ATTN_*`; a missing or impossible value stops the compiler here, so that no kernel
-// body ever tests a macro.
+// An instance is made by `-D ATTN_*`; a missing or impossible value stops the compiler here, so
+// that no kernel body ever tests a macro.
 
 #pragma once
 
@@ -35,8 +35,8 @@ constexpr bool IS_PAGED = ATTN_PAGED;
 // Scores take options beyond the band: soft-cap, bias, ALiBi, masks, a scale that is not positive.
 constexpr bool IS_GENERAL = ATTN_GENERAL;
 
-// A team is the warps that share tiles of keys; its warps lie along the query rows. Teams of a block hold the
-// same query rows and take turns at the tiles of keys.
+// A team is the warps that share tiles of keys; its warps lie along the query rows. Teams of a
+// block hold the same query rows and take turns at the tiles of keys.
 constexpr int ROW_TILES = ATTN_ROW_TILES;  // of 16 rows, a warp
 constexpr int TEAM_WARPS = ATTN_TEAM_WARPS;
 constexpr int TEAMS = ATTN_TEAMS;

@@ -1,8 +1,8 @@
 // What a launch is told, field by field as the host writes it (src/cuda/params.rs).
 //
-// Strides are in elements and 64 bits wide: products of a page id, a row or a sequence with a stride pass
-// 2^31 in ordinary use. Lengths are 32 bits: the host refuses sequences past 2^29 rows. A tensor that is
-// absent has null data.
+// Strides are in elements and 64 bits wide: products of a page id, a row or a sequence with a
+// stride pass 2^31 in ordinary use. Lengths are 32 bits: the host refuses sequences past 2^29 rows.
+// A tensor that is absent has null data.
 
 #pragma once
 
@@ -12,7 +12,8 @@ namespace attn {
 
 // Division of n < 2^31 by a value known at launch: (mulhi(n, multiplier) + n) >> shift.
 //
-// Source: T. Granlund, P. Montgomery, "Division by Invariant Integers using Multiplication", 1994, figure 4.1.
+// Source: T. Granlund, P. Montgomery, "Division by Invariant Integers using Multiplication", 1994,
+// figure 4.1.
 struct Divisor {
   u32 value;
   u32 multiplier;
@@ -22,8 +23,9 @@ struct Divisor {
   __device__ u32 divide(u32 n) const { return (__umulhi(n, multiplier) + n) >> shift; }
 };
 
-// Rows of a tensor [sequence, row, head, element] with innermost stride 1. Packed: `sequence` is 0 and rows
-// count from the first one of the batch. A paged cache: `sequence` steps over a page, `row` over a slot.
+// Rows of a tensor [sequence, row, head, element] with innermost stride 1. Packed: `sequence` is 0
+// and rows count from the first one of the batch. A paged cache: `sequence` steps over a page,
+// `row` over a slot.
 struct Rows {
   void* data;
   i64 sequence;
@@ -74,9 +76,9 @@ struct ForwardParams {
   PerHead k_scale;
   PerHead v_scale;
 
-  // [batch + 1] each, i64: packed rows before each sequence; units of work before each sequence, a unit being
-  // one tile of flat rows and one part of the keys for one block of heads; rows of partial results before
-  // each sequence, none where a sequence has a single part.
+  // [batch + 1] each, i64: packed rows before each sequence; units of work before each sequence, a
+  // unit being one tile of flat rows and one part of the keys for one block of heads; rows of
+  // partial results before each sequence, none where a sequence has a single part.
   const i64* q_starts;
   const i64* kv_starts;
   const i64* unit_starts;
@@ -90,20 +92,20 @@ struct ForwardParams {
   i32 q_heads;
   i32 head_dim;
   i32 value_dim;
-  Divisor group;  // query heads that share a KV head
-  Divisor pack;   // query heads whose rows share a tile: 1, or the group
+  Divisor group;    // query heads that share a KV head
+  Divisor pack;     // query heads whose rows share a tile: 1, or the group
   i32 padded_rows;  // rows of every sequence that are written: the longest, or -1 where packed
   u32 flags;
   i32 left;   // keys to the left that a row sees, -1 is open
   i32 right;  // keys to the right that a row sees, -1 is open
   float scale;
-  float softcap;       // 0 is none
-  i32 split_keys;      // keys of a part, or 0: then split_parts equal parts
+  float softcap;   // 0 is none
+  i32 split_keys;  // keys of a part, or 0: then split_parts equal parts
   i32 split_parts;
-  Divisor block_q;     // query rows of a mask block
-  Divisor block_kv;    // keys of a mask block
-  // Where all sequences have equal lengths: units of each, and the lengths, so that a block finds its unit without a
-  // load. Value 0 where they differ.
+  Divisor block_q;   // query rows of a mask block
+  Divisor block_kv;  // keys of a mask block
+  // Where all sequences have equal lengths: units of each, and the lengths, so that a block finds
+  // its unit without a load. Value 0 where they differ.
   Divisor uniform_units;
   i32 uniform_q;
   i32 uniform_kv;
@@ -114,8 +116,8 @@ constexpr u32 Q_PADDED = 1;
 constexpr u32 KV_PADDED = 2;
 constexpr u32 PAGED = 4;
 
-// The union of two attention states over disjoint keys. a, b, o [rows, heads, dim]; LSEs [rows, heads],
-// natural logarithm. `sequence` strides are unused.
+// The union of two attention states over disjoint keys. a, b, o [rows, heads, dim]; LSEs [rows,
+// heads], natural logarithm. `sequence` strides are unused.
 struct MergeStatesParams {
   Rows a;
   Rows a_lse;
@@ -128,21 +130,21 @@ struct MergeStatesParams {
   i32 dim;
 };
 
-// New keys and values scattered into pages. k, v [tokens, kv_heads, dim] (`row` stride a token), caches with
-// `sequence` as page and `row` as slot stride.
+// New keys and values scattered into pages. k, v [tokens, kv_heads, dim] (`row` stride a token),
+// caches with `sequence` as page and `row` as slot stride.
 struct AppendParams {
   Rows k;
   Rows v;
   Rows k_cache;
   Rows v_cache;
-  const i64* slots;      // [tokens]: page * page_size + slot; negative or past the cache: not written
+  const i64* slots;      // [tokens]: page * page_size + slot; outside the cache: not written
   const i32* positions;  // [tokens], for rotary; null without
-  const i32* sequences;  // [tokens], to find a (sequence, head) scale; null where scales have no sequence
+  const i32* sequences;  // [tokens], to find a (sequence, head) scale; null: scales have none
   const float* cos;      // [positions, rotary_dim / 2]
   const float* sin;
-  i64 rotary_row;        // stride of cos and sin
-  i64 rotary_rows;       // rows of cos and sin: a position outside leaves its token unrotated as NaN
-  PerHead k_scale;       // fp8 caches: stored = value / scale
+  i64 rotary_row;   // stride of cos and sin
+  i64 rotary_rows;  // rows of cos and sin: past them, what would be rotated is NaN
+  PerHead k_scale;  // fp8 caches: stored = value / scale
   PerHead v_scale;
   i64 tokens;
   i64 pages;
@@ -150,14 +152,14 @@ struct AppendParams {
   i32 kv_heads;
   i32 head_dim;
   i32 value_dim;
-  i32 rotary_dim;         // leading elements of a key that are rotated, 0 is none
+  i32 rotary_dim;          // leading elements of a key that are rotated, 0 is none
   u32 rotary_interleaved;  // 0: halves (x[i], x[i + rotary_dim / 2]); 1: pairs (x[2i], x[2i + 1])
   i32 scale_sequences;     // sequences of the scales: a token of another one is written as NaN
 };
 
 // Pages copied inside a cache, for copy-on-write. Strides in bytes.
 struct CopyBlocksParams {
-  Rows k;            // `sequence` page, `row` slot, `head` head
+  Rows k;  // `sequence` page, `row` slot, `head` head
   Rows v;
   const i32* pairs;  // [count, 2]: from, to; ids outside 0..pages are not touched
   i64 count;

@@ -7,9 +7,7 @@
 
 namespace attn {
 
-using i8 = signed char;
 using u8 = unsigned char;
-using i16 = short;
 using u16 = unsigned short;
 using i32 = int;
 using u32 = unsigned int;

@@ -110,7 +110,8 @@ __device__ void append(const AppendParams& p, i64 unit) {
   const i64 page = slot / page_size;
   const Place place = {page, slot - page * page_size};
   const i64 sequence = p.sequences == nullptr ? 0 : p.sequences[token];
-  const bool is_sequence = p.sequences == nullptr || (sequence >= 0 && sequence < p.scale_sequences);
+  const bool is_sequence =
+      p.sequences == nullptr || (sequence >= 0 && sequence < p.scale_sequences);
 
   const auto from = [&](const Rows& rows) {
     return static_cast<const New::Bits*>(rows.data) + row_offset(rows, 0, token, head);

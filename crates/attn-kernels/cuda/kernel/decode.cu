@@ -1,9 +1,10 @@
-// Forward attention divided by keys: one block a part of the keys and the rows of a KV head's whole group, its teams
-// taking turns at tiles of keys.
+// Forward attention divided by keys: one block a part of the keys and the rows of a KV head's whole
+// group, its teams taking turns at tiles of keys.
 //
 // Source: T. Dao et al., "Flash-Decoding for long-context inference", 2023.
 // Tensors: base/params.cuh. Who executes: attn/forward.cuh. Shared-memory map: attn/forward.cuh.
-// What it does not do: join the parts of a sequence (kernel/merge_splits.cu); f32 (kernel/naive.cu).
+// What it does not do: join the parts of a sequence (kernel/merge_splits.cu); f32
+// (kernel/naive.cu).
 
 #include "attn/forward.cuh"
 

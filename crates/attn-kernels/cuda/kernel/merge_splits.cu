@@ -1,10 +1,11 @@
 // Joins the results of the parts into which the keys of a sequence were split.
 //
-// Source: Milakov, Gimelshein, arXiv:1805.02867, section 3.1: softmax states join by weights exp(lse
-// - max).
-// Tensors: partial_o f32 [partial row, value_dim], partial_lse f32 [partial row], natural as
-// the LSE that is written, because base 2 would round a large one once more, and -inf for a part
-// without visible keys; o [rows, q_heads, value_dim]; lse [rows, q_heads]; unit_starts [batch + 1] are the written rows before each sequence.
+// Source: Milakov, Gimelshein, arXiv:1805.02867, section 3.1: softmax states join by weights
+// exp(lse - max).
+// Tensors: partial_o f32 [partial row, value_dim], partial_lse f32 [partial row], natural as the
+// LSE that is written, because base 2 would round a large one once more, and -inf for a part
+// without visible keys; o [rows, q_heads, value_dim]; lse [rows, q_heads]; unit_starts [batch + 1]
+// are the written rows before each sequence.
 // Who executes: one warp for each (written row, head), 4 a block, any grid; a warp takes every
 // n-th.
 // No shared memory.
@@ -94,8 +95,7 @@ __device__ Four weighted_sum(const ForwardParams& p, const PartRows& parts, cons
   Four o = {};
   for (i32 start = 0; start < parts.count; start += WARP) {
     const i32 mine = start + lane;
-    const float weight =
-        mine < parts.count ? join.weight(p.partial_lse[parts.at(mine)]) : 0.0f;
+    const float weight = mine < parts.count ? join.weight(p.partial_lse[parts.at(mine)]) : 0.0f;
     const i32 count = min_of(WARP, parts.count - start);
 #pragma unroll 4
     for (i32 i = 0; i < count; ++i) {
@@ -110,8 +110,8 @@ __device__ Four weighted_sum(const ForwardParams& p, const PartRows& parts, cons
   return o;
 }
 
-__device__ void write_row(const ForwardParams& p, const Sequence& s, i32 row, i32 head,
-                          i32 column, const Four& o) {
+__device__ void write_row(const ForwardParams& p, const Sequence& s, i32 row, i32 head, i32 column,
+                          const Four& o) {
   if (column >= p.value_dim) return;
   Out::Bits* to = static_cast<Out::Bits*>(p.o.data) + query_offset(p.o, s, row, head) + column;
   Packed packed;
@@ -120,8 +120,7 @@ __device__ void write_row(const ForwardParams& p, const Sequence& s, i32 row, i3
   *reinterpret_cast<Packed*>(to) = packed;
 }
 
-__device__ void write_lse(const ForwardParams& p, const Sequence& s, i32 row, i32 head,
-                          float lse) {
+__device__ void write_lse(const ForwardParams& p, const Sequence& s, i32 row, i32 head, float lse) {
   if (p.lse.data == nullptr || threadIdx.x % WARP != 0) return;
   static_cast<float*>(p.lse.data)[query_offset(p.lse, s, row, head)] = lse;
 }

@@ -34,10 +34,10 @@ using KV = ptx::Stored<config::KV_DTYPE>;
 constexpr int THREADS = 128;
 // Of an SM. Without a figure ptxas for sm_80 spills rather than go past 64 registers.
 constexpr int MIN_BLOCKS = 4;
-constexpr int CHUNK = THREADS;       // keys at a time: a thread turns one product into a weight
-constexpr int KEY_LANES = 8;         // threads that share a product
+constexpr int CHUNK = THREADS;  // keys at a time: a thread turns one product into a weight
+constexpr int KEY_LANES = 8;    // threads that share a product
 constexpr int KEYS_AT_ONCE = THREADS / KEY_LANES;
-constexpr int VALUES = 4;            // value columns of a thread
+constexpr int VALUES = 4;  // value columns of a thread
 constexpr int SLAB = THREADS * VALUES;
 // Of the query in shared memory; later ones are read where they are.
 constexpr int QUERY_COLUMNS = 2048;
@@ -128,8 +128,7 @@ __device__ void weigh_keys(const ForwardParams& p, const Row& r, const ScoreRow&
                            Shared& shared, i32 first, i32 count, State& state) {
   const i32 key = threadIdx.x;
   const bool is_key = key < count;
-  const float s =
-      is_key ? score(p, scores, first + key, shared.weight[key]) : NEG_INF;
+  const float s = is_key ? score(p, scores, first + key, shared.weight[key]) : NEG_INF;
   const float max = fmaxf(state.max, tile::block::max<THREADS>(s, shared.scratch));
   if (max != state.max) {
     const float factor = expf(state.max - max);

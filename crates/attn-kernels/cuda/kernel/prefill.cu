@@ -1,4 +1,5 @@
-// Forward attention divided by query rows: one block a tile of rows and a head, all warps along the rows.
+// Forward attention divided by query rows: one block a tile of rows and a head, all warps along the
+// rows.
 //
 // Source: T. Dao, "FlashAttention-2", arXiv:2307.08691, section 3.
 // Tensors: base/params.cuh. Who executes: attn/forward.cuh. Shared-memory map: attn/forward.cuh.

@@ -18,11 +18,6 @@
 
 namespace attn::ptx {
 
-struct F32x2 {
-  float lo;
-  float hi;
-};
-
 // Four widened elements: two pairs, in the order of the bytes they came from.
 struct Half4 {
   u32 lo;
@@ -37,17 +32,6 @@ __device__ inline u16 f16_from_f32(float x) { return cvt_rn_f16_f32(x); }
 // A bf16 is the upper half of an f32.
 __device__ inline float f32_from_bf16(u16 x) { return __uint_as_float(u32(x) << 16); }
 __device__ inline u16 bf16_from_f32(float x) { return cvt_rn_bf16_f32(x); }
-
-__device__ inline u32 f16x2_from_f32(float lo, float hi) { return cvt_rn_f16x2_f32(lo, hi); }
-__device__ inline u32 bf16x2_from_f32(float lo, float hi) { return cvt_rn_bf16x2_f32(lo, hi); }
-
-__device__ inline F32x2 f32_from_f16x2(u32 x) {
-  return {cvt_f32_f16(u16(x & 0xFFFF)), cvt_f32_f16(u16(x >> 16))};
-}
-
-__device__ inline F32x2 f32_from_bf16x2(u32 x) {
-  return {__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u)};
-}
 
 // fp8 to f32, one element.
 
@@ -117,34 +101,16 @@ __device__ inline Half4 bf16x2_from_e5m2(u32 bytes) {
           bf16x2_from_spread_e5m2(__byte_perm(bytes, 0, 0x3424))};
 }
 
-// Four fp8 elements of type FROM to two pairs of type TO, in the order of their bytes.
-template <DType FROM, DType TO>
-__device__ inline void widen_fp8x4(u32 bytes, u32& low, u32& high) {
-  static_assert(FROM == DType::e4m3 || FROM == DType::e5m2);
-  static_assert(TO == DType::f16 || TO == DType::bf16);
-  Half4 wide;
-  if constexpr (TO == DType::f16) {
-    wide = FROM == DType::e4m3 ? f16x2_from_e4m3(bytes) : f16x2_from_e5m2(bytes);
-  } else {
-    wide = FROM == DType::e4m3 ? bf16x2_from_e4m3(bytes) : bf16x2_from_e5m2(bytes);
-  }
-  low = wide.lo;
-  high = wide.hi;
-}
-
 // f32 to fp8.
 
-// What becomes of a finite value that rounds past the largest one: the format's own answer (NaN in
-// e4m3, infinity in e5m2), or the largest.
-enum class Overflow { FORMAT, LARGEST };
-
-// The nearest pattern of a format with MANTISSA bits and this BIAS; infinity becomes BEYOND in
-// either mode.
+// The nearest pattern of a format with MANTISSA bits and this BIAS. A finite value that rounds past
+// LARGEST becomes LARGEST: a NaN in a cache would spoil its sequence for good. Infinity becomes
+// BEYOND, and NaN stays one.
 //
 // Patterns of one sign are consecutive integers in value order, so a carry into the next binade is
 // the addition itself; below the smallest normal value, adding a power of two whose last place is
 // the spacing of the subnormals makes the adder round.
-template <int MANTISSA, int BIAS, u32 LARGEST, u32 BEYOND, Overflow OVERFLOW>
+template <int MANTISSA, int BIAS, u32 LARGEST, u32 BEYOND>
 __device__ inline u8 fp8_from_f32(float x) {
   constexpr int DROPPED = 23 - MANTISSA;
   constexpr u32 SMALLEST_NORMAL = u32(128 - BIAS) << 23;
@@ -162,22 +128,12 @@ __device__ inline u8 fp8_from_f32(float x) {
     const u32 rounded = magnitude + ((1u << (DROPPED - 1)) - 1u) + even;
     code = (rounded >> DROPPED) - (u32(127 - BIAS) << MANTISSA);
   }
-  if (code > LARGEST) {
-    const bool clamped = OVERFLOW == Overflow::LARGEST && magnitude != 0x7F800000u;
-    code = clamped ? LARGEST : BEYOND;
-  }
+  if (code > LARGEST) code = magnitude == 0x7F800000u ? BEYOND : LARGEST;
   return u8(sign | code);
 }
 
-template <Overflow OVERFLOW>
-__device__ inline u8 e4m3_from_f32(float x) {
-  return fp8_from_f32<3, 7, 0x7E, 0x7F, OVERFLOW>(x);
-}
-
-template <Overflow OVERFLOW>
-__device__ inline u8 e5m2_from_f32(float x) {
-  return fp8_from_f32<2, 15, 0x7B, 0x7C, OVERFLOW>(x);
-}
+__device__ inline u8 e4m3_from_f32(float x) { return fp8_from_f32<3, 7, 0x7E, 0x7F>(x); }
+__device__ inline u8 e5m2_from_f32(float x) { return fp8_from_f32<2, 15, 0x7B, 0x7C>(x); }
 
 // Element types as types: `Bits` is what is stored.
 
@@ -205,21 +161,18 @@ struct Stored<DType::bf16> {
   __device__ static Bits narrow(float x) { return bf16_from_f32(x); }
 };
 
-// Narrowing to fp8 here keeps finite values finite: a NaN in a cache would spoil its sequence for
-// good.
-
 template <>
 struct Stored<DType::e4m3> {
   using Bits = u8;
   __device__ static float widen(Bits x) { return f32_from_e4m3(x); }
-  __device__ static Bits narrow(float x) { return e4m3_from_f32<Overflow::LARGEST>(x); }
+  __device__ static Bits narrow(float x) { return e4m3_from_f32(x); }
 };
 
 template <>
 struct Stored<DType::e5m2> {
   using Bits = u8;
   __device__ static float widen(Bits x) { return f32_from_e5m2(x); }
-  __device__ static Bits narrow(float x) { return e5m2_from_f32<Overflow::LARGEST>(x); }
+  __device__ static Bits narrow(float x) { return e5m2_from_f32(x); }
 };
 
 }  // namespace attn::ptx

@@ -7,8 +7,8 @@
 
 namespace attn::ptx {
 
-// cp.async.cg.shared.global [to], [from], 16, bytes: the first `bytes` (0 to 16) are copied, the rest is zero. Both
-// addresses on 16 bytes. Minimum sm_80; any thread.
+// cp.async.cg.shared.global [to], [from], 16, bytes: the first `bytes` (0 to 16) are copied, the
+// rest is zero. Both addresses on 16 bytes. Minimum sm_80; any thread.
 __device__ inline void cp_async_cg_16(u32 to, const void* from, u32 bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(bytes)
@@ -16,7 +16,9 @@ __device__ inline void cp_async_cg_16(u32 to, const void* from, u32 bytes) {
 }
 
 // cp.async.commit_group: the thread's copies since the last one form a group.
-__device__ inline void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ inline void cp_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // cp.async.wait_group N: all but the thread's N latest groups have landed.
 template <int N>

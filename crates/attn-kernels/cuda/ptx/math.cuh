@@ -1,5 +1,7 @@
-// Scalar arithmetic of the special-function unit, and barriers of part of a block.
+// Approximate arithmetic of the special-function unit.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions
+//
+// Who executes: any thread, alone. Minimum sm_20.
 
 #pragma once
 
@@ -19,18 +21,6 @@ __device__ inline float lg2_approx_f32(float x) {
   float y;
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-
-// rcp.approx.ftz.f32: 1 / x, within one unit in the last place; inf gives 0.
-__device__ inline float rcp_approx_ftz_f32(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// bar.sync id, threads: `threads` threads of the block meet, a multiple of 32.
-__device__ inline void bar_sync(u32 id, u32 threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 }  // namespace attn::ptx

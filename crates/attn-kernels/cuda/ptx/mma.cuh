@@ -1,8 +1,10 @@
-// Warp matrix instructions. https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions
+// Warp matrix instructions.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions
 //
-// Every lane of a converged warp executes these. Minimum sm_80. Fragments of m16n8k16, with g = lane / 4 and
-// t = lane % 4: A rows g and g + 8, columns 2t, 2t + 1 and the same plus 8; B columns (n) g, rows (k) 2t, 2t + 1
-// and the same plus 8; D rows g (d[0], d[1]) and g + 8 (d[2], d[3]), columns 2t, 2t + 1.
+// Every lane of a converged warp executes these. Minimum sm_80. Fragments of m16n8k16, with g =
+// lane / 4 and t = lane % 4: A rows g and g + 8, columns 2t, 2t + 1 and the same plus 8; B columns
+// (n) g, rows (k) 2t, 2t + 1 and the same plus 8; D rows g (d[0], d[1]) and g + 8 (d[2], d[3]),
+// columns 2t, 2t + 1.
 
 #pragma once
 

@@ -1,9 +1,9 @@
 // A tile of 16-bit rows in shared memory, cut into swizzled panels.
 //
-// A panel holds 64 columns (128 bytes) of every row, or 32 (64 bytes) where the dimension is no multiple of 64.
-// Inside a panel the 16-byte chunk c of row r lies at chunk c ^ f(r), f(r) = r % 8 for wide panels and
-// (r / 2) % 4 for narrow ones, so that eight rows at one chunk, which is what a phase of ldmatrix and of a store
-// touches, lie in eight different groups of banks.
+// A panel holds 64 columns (128 bytes) of every row, or 32 (64 bytes) where the dimension is no
+// multiple of 64. Inside a panel the 16-byte chunk c of row r lies at chunk c ^ f(r), f(r) = r % 8
+// for wide panels and (r / 2) % 4 for narrow ones, so that eight rows at one chunk, which is what a
+// phase of ldmatrix and of a store touches, lie in eight different groups of banks.
 
 #pragma once
 
@@ -30,9 +30,10 @@ struct Panels {
     return chunk / CHUNKS * PANEL_BYTES + row * ROW_BYTES + column * 16;
   }
 
-  // The address of the chunk `chunks` on from that at `address`, `rows` rows below. `chunks` is even and counts from
-  // an address in the first pair of chunks, `rows` a multiple of 8: both known to the compiler, so that an unrolled
-  // loop over a tile costs one exclusive or for each pair of chunks of a panel. Tiles start on 128 bytes.
+  // The address of the chunk `chunks` on from that at `address`, `rows` rows below. `chunks` is
+  // even and counts from an address in the first pair of chunks, `rows` a multiple of 8: both known
+  // to the compiler, so that an unrolled loop over a tile costs one exclusive or for each pair of
+  // chunks of a panel. Tiles start on 128 bytes.
   __device__ static constexpr u32 step(u32 address, u32 rows, u32 chunks) {
     return (address ^ (chunks % CHUNKS * 16)) + chunks / CHUNKS * PANEL_BYTES + rows * ROW_BYTES;
   }
@@ -41,22 +42,6 @@ struct Panels {
 // The 32-bit address of generic shared memory.
 __device__ inline u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-
-// Sixteen bytes of shared memory, at a multiple of 16.
-__device__ inline Vec16 load_shared(u32 address) {
-  Vec16 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
-               : "r"(address)
-               : "memory");
-  return v;
-}
-
-__device__ inline void store_shared(u32 address, const Vec16& v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.word[0]),
-               "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
-               : "memory");
 }
 
 }  // namespace attn::tile

@@ -6,13 +6,14 @@
 
 use std::sync::Arc;
 
-use attn_core::{CacheLayout, DType, LayoutId, Strided, ValueStorage};
+use attn_core::{Arrangement, CacheLayout, DType, LayoutId, Strided, ValueStorage};
 use bytemuck::Pod;
 use cudarc::driver::CudaStream;
 
 use super::call::check_memory;
+use super::capture::Captures;
 use super::engine::{CudaEngine, warp_blocks};
-use super::params::{AppendParams, Divisor, Rows};
+use super::params::{AppendParams, Divisor, Rows, as_i32};
 use super::tensor::{DeviceTensor, DeviceTensorMut, DeviceView};
 use super::{config, forward};
 use crate::error::Error;
@@ -88,7 +89,7 @@ impl CudaEngine {
         if blocks == 0 {
             return Ok(());
         }
-        self.captures().hold([&function].into_iter(), [].into_iter(), memory(append, cache));
+        Captures::shared().hold([&function].into_iter(), [].into_iter(), memory(append, cache));
         Launch::new(&function, blocks, config::HELPER_THREADS).run(stream, &params, &[])
     }
 }
@@ -263,13 +264,8 @@ fn params(
     cache: &CacheMut<'_>,
     tokens: usize,
 ) -> Result<AppendParams, Error> {
-    let limit = |field, n: usize| {
-        let refuse = |_| attn_core::Error::invalid(field, "at most 2^31 - 1", n);
-        i32::try_from(n).map_err(refuse)
-    };
     let rows = |tensor: &DeviceTensor<'_>| {
-        let strides = tensor.layout().strides();
-        Rows { data: tensor.address(), sequence: 0, row: strides[0], head: strides[1] }
+        forward::row_heads(tensor.address(), tensor.layout(), Arrangement::Packed)
     };
     let k_cache = cache.k_cache.tensor();
     let v_cache = cache.v_cache.as_ref().map(DeviceTensorMut::tensor);
@@ -293,12 +289,12 @@ fn params(
         v_scale: forward::scale(append.v_scale.as_ref()),
         tokens: tokens as i64,
         pages: k_cache.layout().shape()[0] as i64,
-        page_size: Divisor::new(limit("page_size", layout.page_size())?.unsigned_abs()),
-        kv_heads: limit("kv_heads", layout.kv_heads())?,
-        head_dim: limit("head_dim", layout.key_dim())?,
-        value_dim: limit("value_dim", value_dim)?,
-        rotary_dim: limit("rotary_dim", 2 * half)?,
+        page_size: Divisor::new(as_i32("page_size", layout.page_size())?.unsigned_abs()),
+        kv_heads: as_i32("kv_heads", layout.kv_heads())?,
+        head_dim: as_i32("head_dim", layout.key_dim())?,
+        value_dim: as_i32("value_dim", value_dim)?,
+        rotary_dim: as_i32("rotary_dim", 2 * half)?,
         rotary_interleaved: u32::from(rotary.is_some_and(|rotary| rotary.interleaved)),
-        scale_sequences: limit("scales", scale_sequences(append))?,
+        scale_sequences: as_i32("scales", scale_sequences(append))?,
     })
 }

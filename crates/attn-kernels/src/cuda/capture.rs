@@ -2,7 +2,8 @@
 //!
 //! The invariant: a graph owns every buffer, workspace and function that its launches use, so that safe code cannot
 //! replay into freed memory. Which launches belong to a capture is not asked of the driver, which would
-//! cost a call a launch: whatever this engine launches while a capture is under way is held by it.
+//! cost a call a launch: whatever any engine of the process launches while a capture is under way is held by it,
+//! for engines may share a context and its streams.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,8 +13,11 @@ use parking_lot::Mutex;
 use crate::launch::{Allocation, DeviceMemory, Held};
 use crate::module::Function;
 
-/// The captures of one engine that are under way.
-#[derive(Debug, Default)]
+/// The captures that are under way.
+static CAPTURES: Captures = Captures { active: AtomicUsize::new(0), held: Mutex::new(Vec::new()) };
+
+/// A list of captures under way.
+#[derive(Debug)]
 pub(crate) struct Captures {
     /// Number of entries below: launches outside captures look at nothing else.
     active: AtomicUsize,
@@ -21,6 +25,11 @@ pub(crate) struct Captures {
 }
 
 impl Captures {
+    /// Those of the process.
+    pub(crate) fn shared() -> &'static Self {
+        &CAPTURES
+    }
+
     /// Begins to hold; the number names this capture.
     pub(crate) fn begin(&self) -> u64 {
         let mut held = self.held.lock();
@@ -74,7 +83,7 @@ mod tests {
 
     #[test]
     fn captures_are_told_apart() {
-        let captures = Captures::default();
+        let captures = Captures { active: AtomicUsize::new(0), held: Mutex::default() };
         let (a, b) = (captures.begin(), captures.begin());
         assert_ne!(a, b);
         assert!(captures.end(a).memory.is_empty());

@@ -183,6 +183,10 @@ impl Design {
     }
 }
 
+/// Scales of the plain instance: positive, and such that a product with an fp8 cache's scale neither vanishes nor
+/// overflows.
+const PLAIN_SCALES: std::ops::RangeInclusive<f32> = 1e-20..=1e20;
+
 /// Whether the scores need more than a positive scale and the band.
 pub(crate) fn is_general(problem: &Problem) -> bool {
     problem.softcap().is_some()
@@ -190,8 +194,8 @@ pub(crate) fn is_general(problem: &Problem) -> bool {
         || problem.has_bias()
         || problem.has_mask()
         || problem.block_mask().is_some()
-        // The plain instance takes the maximum of unscaled scores.
-        || problem.scale().partial_cmp(&0.0) != Some(std::cmp::Ordering::Greater)
+        // The plain instance takes the maximum of unscaled scores, and multiplies their factors in f32.
+        || !PLAIN_SCALES.contains(&problem.scale())
 }
 
 /// The number of a type in `cuda/base/types.cuh`.
@@ -250,9 +254,9 @@ pub(crate) fn decode_smem(problem: &Problem, tile: Tile) -> Bytes {
     smem(Entry::Decode, problem, tile)
 }
 
-/// Shared memory of a block of the naive kernel, at most.
+/// Shared memory of a block of the naive kernel, all of it static: `Shared` in `cuda/kernel/naive.cu`.
 pub(crate) fn naive_smem(_: &Problem, _: Tile) -> Bytes {
-    Bytes(8 << 10)
+    Bytes(9744)
 }
 
 fn smem(entry: Entry, problem: &Problem, tile: Tile) -> Bytes {
@@ -373,7 +377,9 @@ mod tests {
     #[test]
     fn plain_instances_have_positive_scales_alone() {
         let mut spec = problem(64).spec().clone();
-        for (scale, general) in [(Some(0.5), false), (Some(0.0), true), (Some(-1.0), true)] {
+        for (scale, general) in
+            [(Some(0.5), false), (Some(0.0), true), (Some(-1.0), true), (Some(1e-30), true)]
+        {
             spec.scale = scale;
             assert_eq!(is_general(&Problem::new(spec.clone()).expect("valid")), general);
         }

@@ -10,9 +10,10 @@ use cudarc::driver::CudaStream;
 
 use super::append::{CacheMut, check_cache};
 use super::call::check_memory;
+use super::capture::Captures;
 use super::config;
 use super::engine::{CudaEngine, warp_blocks};
-use super::params::{CopyBlocksParams, Rows};
+use super::params::{CopyBlocksParams, Rows, as_i32};
 use super::tensor::{DeviceTensor, DeviceTensorMut, DeviceView};
 use crate::error::Error;
 use crate::launch::Launch;
@@ -47,7 +48,7 @@ impl CudaEngine {
         if blocks == 0 {
             return Ok(());
         }
-        self.captures().hold([&function].into_iter(), [].into_iter(), memory());
+        Captures::shared().hold([&function].into_iter(), [].into_iter(), memory());
         let launch = Launch::new(&function, blocks, config::HELPER_THREADS);
         launch.run(stream, &params, &[])
     }
@@ -72,10 +73,6 @@ fn params(
     count: usize,
 ) -> Result<CopyBlocksParams, Error> {
     let dtype = layout.dtype();
-    let limit = |field, n: usize| {
-        let refuse = |_| attn_core::Error::invalid(field, "at most 2^31 - 1", n);
-        i32::try_from(n).map_err(refuse)
-    };
     let v_dim = if v.is_some() { layout.value().dim() } else { 0 };
     Ok(CopyBlocksParams {
         k: in_bytes(k.address(), layout.key_strides(), dtype)?,
@@ -86,10 +83,10 @@ fn params(
         pairs: pairs.address(),
         count: count as i64,
         pages: k.layout().shape()[0] as i64,
-        page_size: limit("page_size", layout.page_size())?,
-        kv_heads: limit("kv_heads", layout.kv_heads())?,
-        k_bytes: limit("head_dim", layout.key_dim().saturating_mul(dtype.size()))?,
-        v_bytes: limit("value_dim", v_dim.saturating_mul(dtype.size()))?,
+        page_size: as_i32("page_size", layout.page_size())?,
+        kv_heads: as_i32("kv_heads", layout.kv_heads())?,
+        k_bytes: as_i32("head_dim", layout.key_dim().saturating_mul(dtype.size()))?,
+        v_bytes: as_i32("value_dim", v_dim.saturating_mul(dtype.size()))?,
     })
 }
 

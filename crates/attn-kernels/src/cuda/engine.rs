@@ -7,7 +7,8 @@
 use std::sync::Arc;
 
 use attn_core::{
-    Bytes, CudaCaps, DeviceCaps, Engine, Features, HostCaps, KernelDesc, Pass, Plan, Problem, Split,
+    Bytes, CudaCaps, DeviceCaps, Engine, Family, Features, HostCaps, KernelDesc, Pass, Plan,
+    Problem, Split,
 };
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use cudarc::driver::{CudaContext, CudaStream};
@@ -44,7 +45,6 @@ pub struct CudaEngine {
     context: Arc<CudaContext>,
     modules: Modules,
     caps: DeviceCaps,
-    captures: Captures,
 }
 
 impl CudaEngine {
@@ -73,7 +73,7 @@ impl CudaEngine {
         let arch = Arch::from_compute(caps.compute)?;
         let modules = Modules::new(Arc::clone(&context), arch, store);
         let caps = DeviceCaps { host: HostCaps::default(), cuda: Some(caps) };
-        Ok(Self { context, modules, caps, captures: Captures::default() })
+        Ok(Self { context, modules, caps })
     }
 
     /// The same engine with its kernels from another store, a bundle for example.
@@ -239,7 +239,6 @@ impl CudaEngine {
             threads: config.threads,
             blocks: lengths.blocks,
             dynamic_smem: config.dynamic_smem,
-            is_aligned: !is_rows,
             merge,
             params,
             partial_outputs: outputs,
@@ -274,6 +273,10 @@ impl CudaEngine {
         outputs.layout().check(problem)?;
         check_memory(&self.context, inputs.memory().chain(outputs.memory()))?;
         if !outputs.layout().o.layout.is_empty() {
+            // The naive kernel reads element by element; the tiled ones in chunks.
+            if plan.family != Family::General {
+                forward::check_alignment(inputs, outputs)?;
+            }
             self.prepare(plan, workspace, stream)?;
             return self.launch_forward(plan, inputs, outputs, workspace, stream);
         }
@@ -292,9 +295,6 @@ impl CudaEngine {
             let got = plan.kernel.to_owned();
             return Err(Error::Workspace { expected: "a prepared plan", got });
         };
-        if prepared.is_aligned {
-            forward::check_alignment(inputs, outputs)?;
-        }
         let mut params = prepared.params;
         forward::fill(&mut params, &plan.problem, inputs, outputs)?;
         if let Some(partials) = partials {
@@ -304,7 +304,11 @@ impl CudaEngine {
         let functions = [Some(&prepared.function), prepared.merge.as_ref().map(|m| &m.function)];
         let own = [Some(&prepared.lengths), partials];
         let memory = || inputs.memory().chain(outputs.memory());
-        self.captures.hold(functions.into_iter().flatten(), own.into_iter().flatten(), memory());
+        Captures::shared().hold(
+            functions.into_iter().flatten(),
+            own.into_iter().flatten(),
+            memory(),
+        );
         let forward = Launch {
             dynamic_smem: prepared.dynamic_smem,
             ..Launch::new(&prepared.function, prepared.blocks, prepared.threads)
@@ -333,21 +337,17 @@ impl CudaEngine {
         work: impl FnOnce() -> Result<(), Error>,
     ) -> Result<Graph, Error> {
         check_context(&self.context, stream.context())?;
-        let id = self.captures.begin();
+        let id = Captures::shared().begin();
         let ended = std::cell::Cell::new(false);
         let outcome = launch::capture(stream, work, || {
             ended.set(true);
-            self.captures.end(id)
+            Captures::shared().end(id)
         });
         if !ended.get() {
             // The capture did not begin.
-            self.captures.end(id);
+            Captures::shared().end(id);
         }
         outcome
-    }
-
-    pub(crate) const fn captures(&self) -> &Captures {
-        &self.captures
     }
 
     /// A kernel beside attention, loaded if it is not yet, which a capture does not allow.

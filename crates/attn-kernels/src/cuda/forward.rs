@@ -192,13 +192,14 @@ fn rows(field: &'static str, data: u64, layout: &Strided, at: Arrangement) -> Re
 }
 
 /// The strides of sequence, row and head; a caller has checked the rank.
-fn row_heads(data: u64, layout: &Strided, at: Arrangement) -> Rows {
-    let strides = layout.strides();
+///
+/// A stride along an axis of extent 1 may be any number, for it is never taken, and becomes 0: the tiled kernels
+/// form addresses of rows past the last key, which must lie on 16 bytes even though nothing is read there.
+pub(crate) fn row_heads(data: u64, layout: &Strided, at: Arrangement) -> Rows {
+    let stride = |axis: usize| if layout.shape()[axis] > 1 { layout.strides()[axis] } else { 0 };
     match at {
-        Arrangement::Packed => Rows { data, sequence: 0, row: strides[0], head: strides[1] },
-        Arrangement::Padded => {
-            Rows { data, sequence: strides[0], row: strides[1], head: strides[2] }
-        }
+        Arrangement::Packed => Rows { data, sequence: 0, row: stride(0), head: stride(1) },
+        Arrangement::Padded => Rows { data, sequence: stride(0), row: stride(1), head: stride(2) },
     }
 }
 
@@ -306,6 +307,9 @@ mod tests {
         let padded = Strided::contiguous("lse", &[2, 3, 8]).expect("small");
         let got = row_heads(64, &padded, Arrangement::Padded);
         assert_eq!(got, Rows { data: 64, sequence: 24, row: 8, head: 1 });
+        let single = Strided::new("k", &[1, 8, 64], &[3, 64, 1], 0).expect("same rank");
+        let got = row_heads(64, &single, Arrangement::Packed);
+        assert_eq!(got, Rows { data: 64, sequence: 0, row: 0, head: 64 });
         let apart = Strided::new("q", &[4, 8, 64], &[2000, 128, 2], 0).expect("same rank");
         let error = rows("q", 0, &apart, Arrangement::Packed).expect_err("elements apart");
         assert!(error.to_string().contains("innermost stride 1"), "{error}");

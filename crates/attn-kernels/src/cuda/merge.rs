@@ -4,12 +4,14 @@
 
 use std::sync::Arc;
 
-use attn_core::Operand;
+use attn_core::{Arrangement, Operand, Strided};
 use cudarc::driver::CudaStream;
 
+use super::capture::Captures;
 use super::config;
 use super::engine::{CudaEngine, warp_blocks};
-use super::params::{MergeStatesParams, Rows};
+use super::forward::row_heads;
+use super::params::{MergeStatesParams, as_i32};
 use super::tensor::{DeviceTensor, DeviceTensorMut, DeviceView, DeviceViewMut};
 use crate::error::Error;
 use crate::launch::Launch;
@@ -41,27 +43,24 @@ impl CudaEngine {
         };
         super::call::check_memory(self.context(), memory())?;
         let blocks = warp_blocks(&[rows, heads]);
-        let limit = |field, n: usize| {
-            let refuse = || attn_core::Error::invalid(field, "at most 2^31 - 1", n);
-            i32::try_from(n).map_err(|_| refuse())
-        };
-        let (heads, dim) = (limit("heads", heads)?, limit("value_dim", dim)?);
+        let (heads, dim) = (as_i32("heads", heads)?, as_i32("value_dim", dim)?);
         let function = self.auxiliary(&config::merge_states_spec(output.0.dtype()), stream)?;
         if blocks == 0 || dim == 0 {
             return Ok(());
         }
+        let rows_of = |data, layout: &Strided| row_heads(data, layout, Arrangement::Packed);
         let params = MergeStatesParams {
-            a: rows_of(a.0.address(), a.0.layout().strides()),
-            a_lse: rows_of(a.1.address(), a.1.layout().strides()),
-            b: rows_of(b.0.address(), b.0.layout().strides()),
-            b_lse: rows_of(b.1.address(), b.1.layout().strides()),
-            o: rows_of(output.0.address(), output.0.layout().strides()),
-            lse: rows_of(output.1.address(), output.1.layout().strides()),
+            a: rows_of(a.0.address(), a.0.layout()),
+            a_lse: rows_of(a.1.address(), a.1.layout()),
+            b: rows_of(b.0.address(), b.0.layout()),
+            b_lse: rows_of(b.1.address(), b.1.layout()),
+            o: rows_of(output.0.address(), output.0.layout()),
+            lse: rows_of(output.1.address(), output.1.layout()),
             rows: rows as i64,
             heads,
             dim,
         };
-        self.captures().hold([&function].into_iter(), [].into_iter(), memory());
+        Captures::shared().hold([&function].into_iter(), [].into_iter(), memory());
         Launch::new(&function, blocks, config::HELPER_THREADS).run(stream, &params, &[])
     }
 }
@@ -96,9 +95,4 @@ fn check_state(
         return Err(attn_core::Error::layout(field, "innermost stride 1", got).into());
     }
     Ok(())
-}
-
-/// `[rows, heads, ...]`, of a checked rank.
-fn rows_of(data: u64, strides: &[i64]) -> Rows {
-    Rows { data, sequence: 0, row: strides[0], head: strides[1] }
 }

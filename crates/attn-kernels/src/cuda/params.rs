@@ -3,6 +3,8 @@
 //! The invariant: both sides lay out the same bytes. Every struct is `repr(C)` with explicit padding, and the
 //! sizes stand in a test beside those that the device sources assert.
 
+use crate::error::Error;
+
 /// Division of `n < 2^31` by a value known at launch.
 ///
 /// Source: T. Granlund, P. Montgomery, "Division by Invariant Integers using Multiplication", 1994, figure 4.1.
@@ -31,6 +33,15 @@ impl Divisor {
         let multiplier = multiplier as u32;
         Self { value, multiplier, shift, reserved: 0 }
     }
+}
+
+/// A count in the 31 bits that kernels take it in.
+///
+/// # Errors
+/// [`Error::Call`] naming the field.
+pub(crate) fn as_i32(field: &'static str, n: usize) -> Result<i32, Error> {
+    let refuse = |_| attn_core::Error::invalid(field, "at most 2^31 - 1", n).into();
+    i32::try_from(n).map_err(refuse)
 }
 
 /// A device address; 0 is an absent tensor.

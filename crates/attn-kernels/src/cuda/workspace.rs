@@ -44,8 +44,6 @@ pub(crate) struct Prepared {
     pub(crate) threads: u32,
     pub(crate) blocks: u32,
     pub(crate) dynamic_smem: u32,
-    /// Rows must start on 16 bytes.
-    pub(crate) is_aligned: bool,
     pub(crate) merge: Option<Merge>,
     pub(crate) params: ForwardParams,
     /// Bytes of partial outputs, which come before the partial LSEs.

@@ -1,0 +1,18 @@
+// Barriers of part of a block.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-bar
+//
+// Barrier 0 is __syncthreads'.
+
+#pragma once
+
+#include "base/types.cuh"
+
+namespace attn::ptx {
+
+// bar.sync id, threads: `threads` threads of the block, a multiple of 32, meet at barrier `id`, 0
+// to 15, and see what each wrote before. Minimum sm_70; converged warps.
+__device__ inline void bar_sync(u32 id, u32 threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+}  // namespace attn::ptx
