@@ -65,12 +65,14 @@ __device__ inline void forward(const ForwardParams& p) {
       IS_FP8 ? per_head(p.v_scale, unit.sequence.index, unit.kv_head, 1.0f) : 1.0f;
   // The plain instance's scale is positive, which the host sees to.
   const float scale = p.scale * k_scale;
-  // What scores are multiplied by in exponents, base e and 2. The options leave natural logarithms.
-  const Units units = IS_GENERAL ? Units{1.0f, LOG2E} : Units{scale, scale * LOG2E};
+  const Exponent exponent{IS_GENERAL ? Units{1.0f, LOG2E} : Units{scale, scale * LOG2E}};
 
   load_queries(p, unit, queries);
   ptx::cp_async_commit_group();
 
+  // Options that say something of each pair of a row and a key.
+  const bool has_pairs =
+      p.bias.data != nullptr || p.mask.data != nullptr || p.alibi.data != nullptr;
   const bool is_sparse = IS_GENERAL && p.block_mask.data != nullptr;
   if (is_sparse) {
     visits.fill(p, unit, ceil_div(unit.keys.hi - unit.keys.lo, BLOCK_N));
@@ -122,13 +124,21 @@ __device__ inline void forward(const ForwardParams& p) {
     const u32 tile = tile_of(ring, stage);
     warp::Scores s;
     warp::score(s, q, tile);
+    // Whether band, part or length hide some key of the tile from some row.
+    const bool is_edge =
+        first < unit.full.lo || first + BLOCK_N > min_of(unit.full.hi, unit.keys.hi);
     if constexpr (IS_GENERAL) {
-      warp::apply_options(s, p, unit, scale, warp, first,
-                          is_sparse && !visits.is_whole((first - unit.keys.lo) / BLOCK_N));
-    } else if (first < unit.full.lo || first + BLOCK_N > min_of(unit.full.hi, unit.keys.hi)) {
+      warp::scale_scores(s, p, scale);
+      const bool is_cut = is_sparse && !visits.is_whole((first - unit.keys.lo) / BLOCK_N);
+      if (has_pairs || is_cut) {
+        warp::apply_options(s, p, unit, warp, first, is_cut);
+      } else if (is_edge) {
+        warp::hide_outside(s, p, unit, warp, first);
+      }
+    } else if (is_edge) {
       warp::hide_outside(s, p, unit, warp, first);
     }
-    softmax.push(s, o, units.base2);
+    softmax.push(s, o, exponent);
     warp::accumulate(o, s, tile + KTile::BYTES);
 
     first = visit(first, TEAMS);
@@ -136,9 +146,9 @@ __device__ inline void forward(const ForwardParams& p) {
   }
   __syncthreads();
   if constexpr (TEAMS == 1) {
-    write_alone(p, unit, warp, softmax, o, units, v_scale, queries);
+    write_alone(p, unit, warp, softmax, o, exponent, v_scale, queries);
   } else {
-    write_together(p, unit, team, warp, softmax, o, units, v_scale,
+    write_together(p, unit, team, warp, softmax, o, exponent, v_scale,
                    reinterpret_cast<float*>(memory));
   }
 }

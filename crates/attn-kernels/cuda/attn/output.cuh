@@ -60,16 +60,10 @@ __device__ inline void write_columns(const ForwardParams& p, const Unit& unit, i
   *reinterpret_cast<Vec16*>(query_row<u16>(p.o, unit, position, head) + column) = packed;
 }
 
-// What turns scores into natural and into base-2 logarithms.
-struct Units {
-  float natural;
-  float base2;
-};
-
 // One team: through shared memory at `memory`, which no warp reads any more.
 __device__ inline void write_alone(const ForwardParams& p, const Unit& unit, i32 warp,
                                    const warp::Softmax& state, const warp::Accumulator& o,
-                                   const Units& units, float v_scale, u32 memory) {
+                                   const Exponent& exponent, float v_scale, u32 memory) {
   using namespace config;
   using Tile = tile::Panels<BLOCK_M, VALUE_DIM>;
 #pragma unroll
@@ -82,8 +76,7 @@ __device__ inline void write_alone(const ForwardParams& p, const Unit& unit, i32
       const float sum = warp::quad_sum(state.sum[i][half]);
       const bool is_row = position < unit.sequence.q_len;
       const float sink = is_row ? sink_of(p, unit, head) : NEG_INF;
-      const RowResult result =
-          finish_row(state.max[i][half], sum, units.natural, units.base2, sink);
+      const RowResult result = finish_row(state.max[i][half], sum, exponent, sink);
       const float share = result.factor * v_scale;
       if (threadIdx.x % 4 == 0) write_lse(p, unit, position, head, result.lse);
       if (unit.parts > 1) {
@@ -129,7 +122,7 @@ __device__ inline void write_alone(const ForwardParams& p, const Unit& unit, i32
 // Several teams, each with the same rows and other keys: joined like parts of the keys.
 __device__ inline void write_together(const ForwardParams& p, const Unit& unit, i32 team, i32 warp,
                                       const warp::Softmax& state, const warp::Accumulator& o,
-                                      const Units& units, float v_scale, float* memory) {
+                                      const Exponent& exponent, float v_scale, float* memory) {
   using namespace config;
   // Four more floats a row put rows that lanes write together into different banks.
   constexpr int ROW = VALUE_DIM + 4;
@@ -161,14 +154,13 @@ __device__ inline void write_together(const ForwardParams& p, const Unit& unit, 
     const i32 head = unit.head_of(p, row, position);
     float top = NEG_INF;
     for (int t = 0; t < TEAMS; ++t) top = fmaxf(top, maxima[t * BLOCK_M + row]);
-    const float shift = top == NEG_INF ? 0.0f : top * units.base2;
+    const float shift = exponent.shift(top);
     float sum = 0.0f;
     float x[8] = {};
 #pragma unroll
     for (int t = 0; t < TEAMS; ++t) {
-      // The product is rounded as it was in the team's own exponents.
       const float share =
-          ptx::ex2_approx_ftz_f32(__fmul_rn(maxima[t * BLOCK_M + row], units.base2) - shift);
+          ptx::ex2_approx_ftz_f32(exponent.of_max(maxima[t * BLOCK_M + row], shift));
       sum += sums[t * BLOCK_M + row] * share;
       const float4* from =
           reinterpret_cast<const float4*>(memory + (t * BLOCK_M + row) * ROW + column);
@@ -180,7 +172,7 @@ __device__ inline void write_together(const ForwardParams& p, const Unit& unit, 
     }
     const bool is_row = position < unit.sequence.q_len;
     const RowResult result =
-        finish_row(top, sum, units.natural, units.base2, is_row ? sink_of(p, unit, head) : NEG_INF);
+        finish_row(top, sum, exponent, is_row ? sink_of(p, unit, head) : NEG_INF);
 #pragma unroll
     for (int e = 0; e < 8; ++e) x[e] *= result.factor * v_scale;
     if (column == 0) write_lse(p, unit, position, head, result.lse);

@@ -4,15 +4,58 @@
 // algorithm 3; T. Dao et al., "FlashAttention", arXiv:2205.14135, algorithm 1, with the division
 // moved behind the last tile.
 // Who executes: all lanes of a converged warp; no shared memory.
-// The invariant: weights are exp2(score * factor - round(max * factor)), under one rounding of the
-// product for all of them. Scores stay as they are; the factor that makes them base-2 logarithms,
-// which is positive, joins the exponent's multiply-add. A row that has seen no key has the maximum
-// -inf, and 0 takes its place in the exponent: exp2(-inf - 0) is 0, where -inf - -inf would be NaN.
+// The invariant: all weights of a row are relative to one shift, that of its maximum, under one
+// rounding; a row that has seen no key has the maximum -inf and weights of 0, never NaN.
 
 #pragma once
 
 #include "attn/fragment.cuh"
 #include "ptx/math.cuh"
+
+namespace attn {
+
+// What turns scores into natural and into base-2 logarithms.
+struct Units {
+  float natural;
+  float base2;
+};
+
+// How scores become exponents of two, relative to a row's maximum.
+//
+// The plain instance leaves scores as the product made them and multiplies in the exponent: one
+// fused instruction a score. The options leave natural logarithms, of any finite size (an additive
+// mask of the lowest float is in use), which only the difference to the maximum brings into range.
+// A shift is finite from below, so that -inf minus it is -inf and not NaN.
+struct Exponent {
+  static constexpr float LOWEST = -3.402823466e38f;
+
+  Units units;
+
+  __device__ float shift(float max) const {
+    return fmaxf(config::IS_GENERAL ? max : __fmul_rn(max, units.base2), LOWEST);
+  }
+
+  __device__ float of(float score, float shift) const {
+    if constexpr (config::IS_GENERAL) return (score - shift) * units.base2;
+    return __fmaf_rn(score, units.base2, -shift);
+  }
+
+  // The exponent of an earlier maximum. Its product is rounded as it was when it shifted the
+  // weights so far: a fused one would move them by what the rounding moved, once more with every
+  // tile in which another row's maximum grows.
+  __device__ float of_max(float before, float shift) const {
+    if constexpr (config::IS_GENERAL) return (before - shift) * units.base2;
+    return __fmul_rn(before, units.base2) - shift;
+  }
+
+  // What rounding moved in the exponents of a row that ended with this maximum.
+  __device__ float moved(float max) const {
+    if constexpr (config::IS_GENERAL) return 0.0f;
+    return __fmaf_rn(max, units.base2, -shift(max));
+  }
+};
+
+}  // namespace attn
 
 namespace attn::warp {
 
@@ -40,7 +83,7 @@ struct Softmax {
   }
 
   // Turns a tile's scores into weights, and rescales what was summed under a smaller maximum.
-  __device__ void push(Scores& s, Accumulator& o, float factor) {
+  __device__ void push(Scores& s, Accumulator& o, const Exponent& exponent) {
     using namespace config;
 #pragma unroll
     for (int i = 0; i < ROW_TILES; ++i) {
@@ -58,11 +101,8 @@ struct Softmax {
         const float now = fmaxf(before, quad_max(top));
         has_grown |= now != before;
         max[i][half] = now;
-        shift[half] = now == NEG_INF ? 0.0f : now * factor;
-        // The product is rounded as it was when it shifted the weights so far. A fused one would
-        // move them by what the rounding moved, once more with every tile in which another row's
-        // maximum grows.
-        correction[half] = ptx::ex2_approx_ftz_f32(__fmul_rn(before, factor) - shift[half]);
+        shift[half] = exponent.shift(now);
+        correction[half] = ptx::ex2_approx_ftz_f32(exponent.of_max(before, shift[half]));
       }
       // Most tiles after the first few leave every maximum of a warp where it was.
       if (__any_sync(~0u, has_grown)) {
@@ -78,8 +118,7 @@ struct Softmax {
       for (int j = 0; j < KEY_TILES; ++j) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float weight =
-              ptx::ex2_approx_ftz_f32(__fmaf_rn(s[i][j][e], factor, -shift[e / 2]));
+          const float weight = ptx::ex2_approx_ftz_f32(exponent.of(s[i][j][e], shift[e / 2]));
           s[i][j][e] = weight;
           sum[i][e / 2] += weight;
         }
@@ -98,20 +137,16 @@ struct RowResult {
   float lse;
 };
 
-// Ends a row whose largest score is `max` and whose denominator, relative to exp2(round(max *
-// factor)), is `sum`. `scale` turns scores into natural logarithms and `factor` into base 2; `sink`
-// is a natural score, -inf for none.
+// Ends a row whose largest score is `max` and whose denominator, relative to the exponents' shift,
+// is `sum`; `sink` is a natural score, -inf for none.
 //
-// The LSE is max * scale plus what is small beside it. max * factor would carry three roundings of
-// a large number; what its rounding moved in the exponents is taken back exactly.
-__device__ inline RowResult finish_row(float max, float sum, float scale, float factor,
-                                       float sink) {
-  if (max == NEG_INF) {
-    // No key was seen: NaN scores leave no maximum but a NaN sum.
-    return {sum == sum ? 0.0f : sum, sum == sum ? sink : sum};
-  }
-  const float moved = __fmaf_rn(max, factor, -(max * factor));
-  const float own = __fmaf_rn(max, scale, LN2 * (ptx::lg2_approx_f32(sum) - moved));
+// The LSE is max * scale plus what is small beside it. Its base-2 form would carry three roundings
+// of a large number; what the shift's rounding moved in the exponents is taken back exactly.
+__device__ inline RowResult finish_row(float max, float sum, const Exponent& exponent, float sink) {
+  // No key was seen, or all are past the range of exponents. NaN scores leave a NaN sum.
+  if (max == NEG_INF || sum == 0.0f) return {sum == sum ? 0.0f : sum, sum == sum ? sink : sum};
+  const float small = LN2 * (ptx::lg2_approx_f32(sum) - exponent.moved(max));
+  const float own = __fmaf_rn(max, exponent.units.natural, small);
   if (sink == NEG_INF) return {1.0f / sum, own};
   const float top = fmaxf(own, sink);
   const float share = ptx::ex2_approx_ftz_f32((own - top) * LOG2E);

@@ -39,14 +39,15 @@ struct Rotation {
   i32 dim;
   bool is_interleaved;
 
-  // Element d of a rotated row from itself and its partner.
+  // Element d of a rotated row from itself and its partner. Each product is rounded, so that any
+  // host's f32 arithmetic gives the same bits.
   __device__ float rotate(i32 d, float x, float partner) const {
     if (cos == nullptr) return __int_as_float(0x7FFFFFFF);
     const i32 half = dim / 2;
     const i32 angle = is_interleaved ? d / 2 : d < half ? d : d - half;
     const bool is_first = is_interleaved ? d % 2 == 0 : d < half;
-    const float turned = partner * sin[angle];
-    return x * cos[angle] + (is_first ? -turned : turned);
+    const float turned = __fmul_rn(partner, sin[angle]);
+    return __fmul_rn(x, cos[angle]) + (is_first ? -turned : turned);
   }
 };
 

@@ -23,4 +23,11 @@ __device__ inline float lg2_approx_f32(float x) {
   return y;
 }
 
+// rcp.approx.ftz.f32: 1 / x within one unit in the last place; inf gives 0.
+__device__ inline float rcp_approx_ftz_f32(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 }  // namespace attn::ptx

@@ -35,7 +35,8 @@ const PREFILL_TILES: &[Tile] = &[
 ];
 
 /// Tiles of the decode kernel. The two small ones have a team for each of several tiles of keys; a team of one
-/// warp takes 32 keys of narrow rows at a time and 16 of wide ones, so that two blocks fit a multiprocessor.
+/// warp takes 32 keys of narrow rows at a time and 16 of wide ones, so that two blocks fit a multiprocessor. What
+/// follows the smallest is for devices whose shared memory holds no ring of several teams.
 const NARROW_DECODE_TILES: &[Tile] = &[
     Tile { q: 128, kv: 64 },
     Tile { q: 64, kv: 64 },

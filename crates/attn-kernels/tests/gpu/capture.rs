@@ -142,6 +142,24 @@ fn capture_ends_when_its_work_panics() {
 }
 
 #[test]
+fn capture_ends_when_its_work_drops_a_buffer() {
+    let Some(engine) = engine("capture_ends_when_its_work_drops_a_buffer") else {
+        return;
+    };
+    let stream = engine.new_stream().expect("a stream");
+    let mut buffer = Some(engine.alloc(256).expect("memory"));
+    // Whether the driver frees it during the capture is its own affair; that the stream can be used is ours.
+    let outcome = engine.capture(&stream, || {
+        drop(buffer.take());
+        Ok(())
+    });
+    drop(outcome);
+    let graph = engine.capture(&stream, || Ok(())).or_else(|_| engine.capture(&stream, || Ok(())));
+    assert!(graph.is_ok(), "{graph:?}");
+    engine.synchronize(&stream).expect("a stream that is not captured");
+}
+
+#[test]
 fn two_streams_run_with_a_workspace_each() {
     let Some(engine) = engine("two_streams_run_with_a_workspace_each") else {
         return;

@@ -1,9 +1,10 @@
 //! Forward kernels against the reference, over its corpus.
 
-use attn_core::{Inputs, Outputs, Problem, Split};
+use attn_core::{DType, Inputs, Outputs, Problem, ProblemSpec, Split, TensorView, View, ViewMut};
 use attn_kernels::Error;
 use attn_kernels::cuda::{CudaEngine, Workspace};
 use attn_reference::{corpus, judge_forward};
+use half::bf16;
 
 use crate::upload::{Uploaded, UploadedOutputs};
 use crate::{engine, plan};
@@ -85,4 +86,43 @@ fn decode_matches_the_reference_under_every_split() {
     for split in [Split::Whole, Split::Chunks(5), Split::Parts(3), Split::Parts(16)] {
         assert!(judge(&engine, "cuda_decode", split) > 0);
     }
+}
+
+/// Row 0 meets one score with every key, row 1 a score that rises from tile to tile: whatever the tiles of row 1 do to
+/// the accumulators that both share, row 0 is `ln(keys)` above its score.
+#[test]
+fn prefill_keeps_a_row_that_stands_still_beside_one_that_rises() {
+    let Some(engine) = engine("prefill_keeps_a_row_that_stands_still_beside_one_that_rises") else {
+        return;
+    };
+    const KEYS: usize = 16 << 10;
+    const DIM: usize = 128;
+    let mut q = vec![bf16::ZERO; 2 * DIM];
+    (q[0], q[DIM + 1]) = (bf16::ONE, bf16::ONE);
+    let mut k = vec![bf16::ZERO; KEYS * DIM];
+    for (key, row) in k.chunks_mut(DIM).enumerate() {
+        // A score whose product with log2(e) / sqrt(128) is not exact.
+        row[0] = bf16::from_f32(8000.0);
+        row[1] = bf16::from_f32(u16::try_from(key / 64).map_or(0.0, f32::from));
+    }
+    let v = vec![bf16::ONE; KEYS * DIM];
+    let problem = Problem::new(ProblemSpec::new(DType::BF16, 1, 1, DIM, &[2], &[KEYS]));
+    let problem = problem.expect("valid");
+    let view = |data: &'static [bf16], rows: usize| {
+        TensorView::from(View::contiguous("x", data, &[rows, 1, DIM]).expect("fits"))
+    };
+    let inputs = Inputs::dense(view(q.leak(), 2), view(k.leak(), KEYS), view(v.leak(), KEYS));
+    let (mut o, mut lse) = (vec![bf16::ZERO; 2 * DIM], vec![0f32; 2]);
+    let mut outputs = Outputs {
+        o: ViewMut::contiguous("o", &mut o, &[2, 1, DIM]).expect("fits").into(),
+        lse: Some(ViewMut::contiguous("lse", &mut lse, &[2, 1]).expect("fits")),
+    };
+    let ran = run(&engine, "cuda_prefill", Split::Whole, &problem, &inputs, &mut outputs);
+    assert!(ran.expect("runs"));
+    drop(outputs);
+    let score = f64::from(bf16::from_f32(8000.0).to_f32() * problem.scale());
+    let want = score + (KEYS as f64).ln();
+    // Two units in the last place of the LSE; the fault lost twenty-five.
+    assert!((f64::from(lse[0]) - want).abs() < 2.5e-4, "{} and not {want}", lse[0]);
+    assert!(o.iter().all(|&x| x == bf16::ONE), "weights do not sum to 1");
 }
