@@ -26,7 +26,8 @@ impl Rotary {
         }
     }
 
-    /// Rotates a key by the angles of its position.
+    /// Rotates a key by the angles of its position, in f32 with every product rounded, as the kernel states: where
+    /// the two products cancel, another arithmetic is right too and gives other bits.
     pub(super) fn apply(self, key: &mut [f64], cos: &[f32], sin: &[f32]) {
         for i in 0..self.dim() / 2 {
             let (a, b) = match self {
@@ -34,8 +35,13 @@ impl Rotary {
                 Self::Halves(dim) => (i, i + dim / 2),
                 Self::Pairs(_) => (2 * i, 2 * i + 1),
             };
-            let (c, s) = (f64::from(cos[i]), f64::from(sin[i]));
-            (key[a], key[b]) = (key[a] * c - key[b] * s, key[b] * c + key[a] * s);
+            #[expect(
+                clippy::cast_possible_truncation,
+                reason = "elements of a stored type, exact in f32"
+            )]
+            let (x, y) = (key[a] as f32, key[b] as f32);
+            key[a] = f64::from(x * cos[i] - y * sin[i]);
+            key[b] = f64::from(y * cos[i] + x * sin[i]);
         }
     }
 }
