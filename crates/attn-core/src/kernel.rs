@@ -93,11 +93,13 @@ pub enum Feature {
     SinksGradient,
     /// Gradient of the bias.
     BiasGradient,
+    /// Pages whose key or value rows do not all start on 16 bytes.
+    UnalignedPages,
 }
 
 impl Feature {
     /// Every feature.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::Causal,
         Self::Window,
         Self::BooleanMask,
@@ -116,6 +118,7 @@ impl Feature {
         Self::BatchInvariant,
         Self::SinksGradient,
         Self::BiasGradient,
+        Self::UnalignedPages,
     ];
 
     /// The words used in plans and in the support table.
@@ -140,6 +143,7 @@ impl Feature {
             Self::BatchInvariant => "batch invariant",
             Self::SinksGradient => "gradient of sinks",
             Self::BiasGradient => "gradient of bias",
+            Self::UnalignedPages => "pages off 16 bytes",
         }
     }
 }
@@ -215,6 +219,10 @@ impl Features {
             (spec.options.batch_invariant, Feature::BatchInvariant),
             (spec.want_dsinks, Feature::SinksGradient),
             (spec.want_dbias, Feature::BiasGradient),
+            (
+                problem.cache_layout().is_some_and(|layout| !layout.has_rows_on(16)),
+                Feature::UnalignedPages,
+            ),
         ] {
             if needed {
                 set = set.with(feature);

@@ -255,6 +255,24 @@ impl CacheLayout {
             .saturating_mul(self.dtype.size())
     }
 
+    /// Whether every row starts a multiple of `bytes` behind the start of its cache.
+    ///
+    /// Kernels that copy rows in wide pieces need it, and a cache's strides, unlike a dense tensor's, are known before
+    /// the data is.
+    #[must_use]
+    pub fn has_rows_on(&self, bytes: usize) -> bool {
+        let size = self.dtype.size() as i128;
+        [self.key_strides, self.value_strides].into_iter().all(|strides| {
+            let PageStrides { page, slot, head } = strides;
+            // A stride that is never taken may be any number; pages are not counted here.
+            let slot = if self.page_size > 1 { slot } else { 0 };
+            let head = if self.kv_heads > 1 { head } else { 0 };
+            [page, slot, head]
+                .into_iter()
+                .all(|s| (i128::from(s) * size) % bytes.max(1) as i128 == 0)
+        })
+    }
+
     /// Checks that no two elements share an address, which whoever writes tokens must know.
     ///
     /// # Errors
@@ -486,6 +504,26 @@ mod tests {
         assert!(make(16, 1, 8, ValueStorage::PrefixOfKey(9)).is_err());
         assert!(make(usize::MAX, 2, 8, ValueStorage::Separate(8)).is_err());
         assert!(make(16, 1, 576, ValueStorage::PrefixOfKey(512)).is_ok());
+    }
+
+    #[test]
+    fn rows_on_16_bytes_depend_on_type_and_taken_strides() {
+        let of = |dtype, size, heads, dim| {
+            CacheLayout::contiguous(
+                dtype,
+                PageOrder::Nhd,
+                size,
+                heads,
+                dim,
+                ValueStorage::Separate(dim),
+            )
+            .expect("valid")
+            .has_rows_on(16)
+        };
+        assert!(of(DType::BF16, 16, 8, 72) && of(DType::F8E4M3, 16, 8, 64));
+        assert!(!of(DType::F8E4M3, 16, 8, 72) && !of(DType::BF16, 16, 8, 12));
+        // One head, one slot: a page of 16 bytes is all that is stepped over.
+        assert!(of(DType::F8E4M3, 1, 1, 16) && !of(DType::F8E4M3, 2, 1, 24));
     }
 
     #[test]

@@ -14,7 +14,8 @@
 //! | `cpu_backward` | cpu | backward | f32 f16 bf16 | as q | any | any | paged or fp8 cache |
 //!
 //! Every kernel gives equal bits for equal calls, whatever the number of threads. The tiled CUDA kernels want rows
-//! that start on 16 bytes, which a plan, knowing no strides, cannot promise: the engine refuses others.
+//! that start on 16 bytes. Those of pages are known to a plan; those of dense tensors are not, and the engine refuses
+//! others than it can load.
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 use attn_core::{DType, DimRule, Family, Feature, Features};
@@ -71,6 +72,7 @@ const CATALOG: &[KernelDesc] = &[
     KernelDesc {
         name: "cuda_naive",
         family: Family::General,
+        features: FORWARD,
         q_dtypes: FLOATS,
         kv_dtypes: &DType::ALL,
         head_dims: DimRule::ANY,
@@ -113,7 +115,8 @@ const CUDA_PREFILL: KernelDesc = KernelDesc {
     head_dims: TILED_DIMS,
     value_dims: TILED_DIMS,
     max_query_rows: None,
-    features: FORWARD,
+    // Rows are copied in pieces of 16 bytes.
+    features: FORWARD.without(Feature::UnalignedPages),
     min_compute: Some((8, 0)),
     tiles: crate::cuda::config::prefill_tiles,
     shared_memory: crate::cuda::config::prefill_smem,

@@ -3,8 +3,8 @@
 
 use attn_core::{
     Arrangement, BlockSizes, Bytes, CacheLayout, CudaCaps, DType, DeviceCaps, DimRule, Engine,
-    Family, Feature, Features, HostCaps, KernelDesc, KvStorage, PageOrder, Pass, Phase, Plan,
-    Problem, ProblemSpec, Refusal, Split, Tile, ValueStorage,
+    Family, Feature, Features, HostCaps, KernelDesc, KvStorage, PageOrder, PageStrides, Pass,
+    Phase, Plan, Problem, ProblemSpec, Refusal, Split, Tile, ValueStorage,
 };
 use proptest::prelude::*;
 
@@ -336,6 +336,20 @@ fn asking_for(feature: Feature) -> Option<ProblemSpec> {
         Feature::Fp8Cache => s.kv_dtype = DType::F8E5M2,
         Feature::Deterministic => s.options.deterministic = true,
         Feature::BatchInvariant => s.options.batch_invariant = true,
+        Feature::UnalignedPages => {
+            let value = ValueStorage::Separate(64);
+            let layout = CacheLayout::strided(
+                DType::F16,
+                PageOrder::Nhd,
+                16,
+                2,
+                64,
+                value,
+                PageStrides { page: 4000, slot: 140, head: 68 },
+                PageStrides { page: 4000, slot: 140, head: 68 },
+            );
+            s.kv = KvStorage::Paged(layout.expect("valid"));
+        }
         Feature::SinksGradient | Feature::BiasGradient => return None,
     }
     Some(s)

@@ -1,7 +1,7 @@
 //! What a plan of a CUDA kernel takes beside its tensors.
 //!
-//! The invariant: a plan promises what the workspace will hold, counted here in closed form, without the
-//! tables that the engine uploads.
+//! The invariant: a plan states what its run needs, counted here in closed form, without the tables that the
+//! engine uploads. A workspace holds somewhat more: it keeps several plans, and grows by steps.
 
 use attn_core::{Arrangement, Bytes, HostCaps, Problem, Split, Tile};
 
