@@ -72,7 +72,7 @@ struct Report {
 
 #[derive(Debug, clap::Args)]
 struct Sass {
-    /// The instances whose names contain this: `decode`, or `prefill[block_m=128`.
+    /// The instances whose names contain this: `decode`, or `prefill[block_n=64`.
     name: String,
     /// The processor to compile for.
     #[arg(long, default_value = "sm_90a")]

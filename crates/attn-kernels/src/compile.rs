@@ -154,7 +154,7 @@ fn load(path: &Path) -> Result<libloading::Library, String> {
 }
 
 /// What the dynamic loader said; the error itself only names the call that failed.
-fn reason(error: &libloading::Error) -> String {
+pub(crate) fn reason(error: &libloading::Error) -> String {
     let cause = std::error::Error::source(error);
     cause.map_or_else(|| error.to_string(), ToString::to_string)
 }

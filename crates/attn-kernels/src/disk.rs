@@ -143,7 +143,7 @@ fn decode(bytes: &[u8], key: &Key) -> Option<Cubin> {
 fn user_folder(var: &dyn Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let set = |name| var(name).filter(|value| !value.is_empty());
     if let Some(chosen) = set("ATTN_KERNELS_CACHE") {
-        return (chosen != "off").then(|| chosen.into());
+        return (!chosen.eq_ignore_ascii_case("off")).then(|| chosen.into());
     }
     // A relative one is to be ignored, says the XDG specification.
     let caches = set("XDG_CACHE_HOME").map(PathBuf::from).filter(|folder| folder.is_absolute());
@@ -297,6 +297,7 @@ pub(crate) mod tests {
         assert_eq!(of(&[home, ("XDG_CACHE_HOME", "x")]), Some("/h/.cache/attn-kernels".into()));
         assert_eq!(of(&[home, ("ATTN_KERNELS_CACHE", "here")]), Some("here".into()));
         assert_eq!(of(&[home, ("ATTN_KERNELS_CACHE", "off")]), None);
+        assert_eq!(of(&[home, ("ATTN_KERNELS_CACHE", "OFF")]), None);
         assert_eq!(of(&[home, ("ATTN_KERNELS_CACHE", "")]), of(&[home]));
         assert_eq!(of(&[]), None);
     }

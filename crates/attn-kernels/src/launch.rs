@@ -21,6 +21,7 @@ use bytemuck::Pod;
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::{CudaContext, CudaGraph, CudaStream, sys};
 
+use crate::compile::reason;
 use crate::cuda::params::{AppendParams, CopyBlocksParams, ForwardParams, MergeStatesParams};
 use crate::cuda::tensor_map::{TensorBox, TensorMap};
 use crate::error::Error;
@@ -48,7 +49,7 @@ pub(crate) fn load_driver() -> Result<(), Error> {
 fn open_driver(path: &Path) -> Result<(), String> {
     let open = |path: &Path| {
         // SAFETY: the initialisers of the driver's library ask nothing of the caller.
-        unsafe { libloading::Library::new(path) }.map_err(|error| error.to_string())
+        unsafe { libloading::Library::new(path) }.map_err(|error| reason(&error))
     };
     let library = open(path)?;
     for symbol in SYMBOLS {
