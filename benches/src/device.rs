@@ -38,8 +38,8 @@ impl Gpu {
     }
 
     /// The kernels for it.
-    pub(crate) fn catalogue() -> Vec<KernelDesc> {
-        attn_kernels::catalog().iter().filter(|k| k.engine == Engine::Cuda).cloned().collect()
+    pub(crate) fn catalogue() -> &'static [KernelDesc] {
+        attn_kernels::catalog_of(Engine::Cuda)
     }
 
     /// Runs a plan on tensors that are on the device, outputs going there and back, from a workspace full of

@@ -8,11 +8,15 @@ mod cuda;
 mod reference;
 
 use attn_core::{
-    ForwardResults, Gradients, Inputs, Outputs, Problem, TensorView, TensorViewMut, View, ViewMut,
+    ForwardResults, Gradients, Inputs, Outputs, Plan, Problem, TensorView, TensorViewMut, View,
+    ViewMut,
 };
 
 use super::BackendName;
 use super::failure::Failure;
+
+/// Plans kept; more than the cases of a file.
+const PLANS: usize = 256;
 
 /// What ran.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,6 +25,12 @@ pub(crate) struct Ran {
     pub(crate) kernel: String,
     /// How it ran and why it was chosen.
     pub(crate) plan: String,
+}
+
+impl Ran {
+    fn of(plan: &Plan) -> Self {
+        Self { kernel: plan.kernel.to_owned(), plan: attn_select::explain(plan).to_string() }
+    }
 }
 
 /// An attention state: output and LSE.

@@ -177,7 +177,7 @@ impl<'a> Worker<'a> {
             "rel_err": rel_err,
             "kernel": plan.kernel,
             "tile": format!("{}x{}", plan.tile.q, plan.tile.kv),
-            "split": setup::show(plan.split),
+            "split": plan.split.to_string(),
             "rotations": rotations,
         });
         if section != "check" {

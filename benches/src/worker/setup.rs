@@ -6,7 +6,7 @@
 
 use attn_core::{
     BlockSizes, CacheLayout, DType, DeviceCaps, KernelDesc, KvStorage, PageOrder, Plan, Problem,
-    ProblemSpec, Split, Strided, Tile, ValueStorage,
+    ProblemSpec, Strided, Tile, ValueStorage,
 };
 use attn_kernels::Error;
 use attn_kernels::cuda::{self, DeviceBuffer, DeviceTensor, DeviceTensorMut, DeviceView};
@@ -121,7 +121,7 @@ fn normal(gpu: &Gpu, normals: &mut Normals, elements: usize) -> Result<DeviceBuf
 #[derive(Debug)]
 pub(super) struct Planner {
     caps: DeviceCaps,
-    catalogue: Vec<KernelDesc>,
+    catalogue: &'static [KernelDesc],
     kernel: Option<String>,
     tile: Option<Tile>,
     splits: Option<usize>,
@@ -163,8 +163,7 @@ impl Planner {
 
     fn choose(&self, spec: ProblemSpec) -> Result<Plan, String> {
         let problem = Problem::new(spec).map_err(|error| error.to_string())?;
-        attn_select::choose(&problem, &self.caps, &self.catalogue)
-            .map_err(|error| error.to_string())
+        attn_select::choose(&problem, &self.caps, self.catalogue).map_err(|error| error.to_string())
     }
 
     fn all_but(&self, kernel: &str) -> Vec<String> {
@@ -263,11 +262,7 @@ impl Setup {
         let problem = &plan.problem;
         let shape = [problem.lengths().total_q(), problem.q_heads(), problem.head_dim()];
         let text = |error: Error| error.to_string();
-        let (k, v) = match (own, pool) {
-            (Some((k, v)), _) => (&*k, &*v),
-            (None, Some(pool)) => (&pool.k, &pool.v),
-            (None, None) => return Err("the pool of keys is gone".to_owned()),
-        };
+        let (k, v) = keys_and_values(own.as_ref(), pool)?;
         let elements: usize = kv_shape.iter().product();
         let mut inputs = Vec::new();
         for rotation in 0..*rotations {
@@ -310,11 +305,7 @@ impl Setup {
         let mut spec = problem.spec().clone();
         (spec.q_lens, spec.kv_lens) = (vec![part.rows], vec![part.keys]);
         spec.options = attn_core::Options::default();
-        let (k, v) = match (&self.own, pool) {
-            (Some((k, v)), _) => (k, v),
-            (None, Some(pool)) => (&pool.k, &pool.v),
-            (None, None) => return Err("the pool of keys is gone".to_owned()),
-        };
+        let (k, v) = keys_and_values(self.own.as_ref(), pool)?;
         let row = problem.q_heads() * problem.head_dim();
         let shape = [part.rows, problem.q_heads(), problem.head_dim()];
         let start = problem.lengths().q_rows(part.sequence).start + part.row;
@@ -352,9 +343,16 @@ impl Setup {
     }
 }
 
-/// How the keys are divided, for the record.
-pub(super) fn show(split: Split) -> String {
-    split.to_string()
+/// A case's own keys and values, or those of the pool.
+fn keys_and_values<'a>(
+    own: Option<&'a (DeviceBuffer, DeviceBuffer)>,
+    pool: Option<&'a Pool>,
+) -> Result<(&'a DeviceBuffer, &'a DeviceBuffer), String> {
+    match (own, pool) {
+        (Some((k, v)), _) => Ok((k, v)),
+        (None, Some(pool)) => Ok((&pool.k, &pool.v)),
+        (None, None) => Err("the pool of keys is gone".to_owned()),
+    }
 }
 
 /// A dense tensor that starts at an element.

@@ -52,15 +52,21 @@ pub const KEYS_PER_ROW: usize = 16;
 /// kernel would not; or there are fewer tasks of rows than threads, and the rest would idle.
 #[must_use]
 pub fn is_decode_shaped(problem: &Problem, host: &HostCaps) -> bool {
-    let lengths = problem.lengths();
-    let (rows, flat_rows) = (lengths.longest_q(), flat_rows(problem));
+    let is_idle = row_tasks(problem, TASK_ROWS) < host.threads;
+    has_many_keys_a_row(problem) && (flat_rows(problem) < TILE_ROWS || is_idle)
+}
+
+/// Whether there are rows, each of the longest sequence with [`KEYS_PER_ROW`] keys.
+fn has_many_keys_a_row(problem: &Problem) -> bool {
+    let rows = problem.lengths().longest_q();
     // A single row has no triangle.
-    let many_keys = rows == 1 || visited_keys(problem) / KEYS_PER_ROW >= rows;
-    let tasks = lengths
-        .batch()
-        .saturating_mul(problem.kv_heads())
-        .saturating_mul(flat_rows.div_ceil(TASK_ROWS));
-    rows > 0 && many_keys && (flat_rows < TILE_ROWS || tasks < host.threads)
+    rows == 1 || (rows > 0 && visited_keys(problem) / KEYS_PER_ROW >= rows)
+}
+
+/// Tasks of so many flat rows of a KV head, every sequence counted as the longest.
+fn row_tasks(problem: &Problem, rows: usize) -> usize {
+    let heads = problem.lengths().batch().saturating_mul(problem.kv_heads());
+    heads.saturating_mul(flat_rows(problem).div_ceil(rows))
 }
 
 /// Keys that the rows of the longest sequence can see: a left window bounds them however long the cache is.
@@ -203,14 +209,8 @@ pub fn device_tile(
 /// of 128 leave most of it idle unless the keys are divided.
 #[must_use]
 pub fn is_device_decode_shaped(problem: &Problem, device: &CudaCaps) -> bool {
-    let lengths = problem.lengths();
-    let (rows, flat_rows) = (lengths.longest_q(), flat_rows(problem));
-    let many_keys = rows == 1 || visited_keys(problem) / KEYS_PER_ROW >= rows;
-    let tiles = lengths
-        .batch()
-        .saturating_mul(problem.kv_heads())
-        .saturating_mul(flat_rows.div_ceil(DEVICE_ROWS));
-    rows > 0 && many_keys && (flat_rows <= DEVICE_ROWS || tiles < device.sm_count as usize)
+    let is_idle = row_tasks(problem, DEVICE_ROWS) < device.sm_count as usize;
+    has_many_keys_a_row(problem) && (flat_rows(problem) <= DEVICE_ROWS || is_idle)
 }
 
 /// Query rows of the largest tile of a device.

@@ -3,17 +3,12 @@
 //! The invariant: engine, plans and workspace are kept from case to case, because that is how they are
 //! used, and because what one call leaves behind must not reach the next.
 
-use attn_core::{
-    ForwardResults, Gradients, Inputs, Outputs, Plan, Problem, TensorViewMut, ViewMut,
-};
+use attn_core::{ForwardResults, Gradients, Inputs, Outputs, Problem, TensorViewMut, ViewMut};
 use attn_kernels::cpu::{CpuEngine, Workspace};
-use attn_select::{PlanCache, explain};
+use attn_select::PlanCache;
 
 use super::super::failure::{Failure, Kind};
-use super::{Backend, Ran, State};
-
-/// Plans kept; more than the cases of a file.
-const PLANS: usize = 256;
+use super::{Backend, PLANS, Ran, State};
 
 pub(super) struct Cpu {
     engine: CpuEngine,
@@ -31,10 +26,6 @@ impl Cpu {
     }
 }
 
-fn ran(plan: &Plan) -> Ran {
-    Ran { kernel: plan.kernel.to_owned(), plan: explain(plan).to_string() }
-}
-
 impl Backend for Cpu {
     fn forward(
         &mut self,
@@ -44,7 +35,7 @@ impl Backend for Cpu {
     ) -> Result<Ran, Failure> {
         let plan = self.plans.choose(problem)?;
         self.engine.forward(&plan, inputs, &mut outputs, &mut self.workspace)?;
-        Ok(ran(&plan))
+        Ok(Ran::of(&plan))
     }
 
     fn backward(
@@ -56,7 +47,7 @@ impl Backend for Cpu {
     ) -> Result<Ran, Failure> {
         let plan = self.plans.choose(problem)?;
         self.engine.backward(&plan, inputs, results, &mut gradients, &mut self.workspace)?;
-        Ok(ran(&plan))
+        Ok(Ran::of(&plan))
     }
 
     fn merge(

@@ -5,18 +5,15 @@
 //! checked on the host, where the contract wants wrong ones found; the engine, which cannot see them, is not asked to.
 
 use attn_core::{
-    ForwardResults, Gradients, Inputs, Outputs, Plan, Problem, TensorView, TensorViewMut, View,
-    ViewMut, dispatch_view,
+    ForwardResults, Gradients, Inputs, Outputs, Problem, TensorView, TensorViewMut, View, ViewMut,
+    dispatch_view,
 };
 use attn_kernels::cuda::{DeviceBuffer, DeviceTensor, DeviceView, Workspace};
-use attn_select::{PlanCache, explain};
+use attn_select::PlanCache;
 
 use super::super::failure::{Failure, Kind};
-use super::{Backend, Ran, State};
+use super::{Backend, PLANS, Ran, State};
 use crate::device::{DeviceInputs, DeviceOutput, Gpu};
-
-/// Plans kept; more than the cases of a file.
-const PLANS: usize = 256;
 
 pub(super) struct Cuda {
     gpu: Gpu,
@@ -58,7 +55,7 @@ impl Backend for Cuda {
         let plan = self.plans.choose(problem)?;
         let on_device = DeviceInputs::upload(&self.gpu.stream, inputs)?;
         self.gpu.forward(&plan, &on_device, &mut outputs, &mut self.workspace).map_err(refusal)?;
-        Ok(ran(&plan))
+        Ok(Ran::of(&plan))
     }
 
     fn backward(
@@ -98,8 +95,4 @@ impl Backend for Cuda {
         let plan = "two states, a row a warp, weighted by their share of the denominator";
         Ok(Ran { kernel: "cuda_merge_states".to_owned(), plan: plan.to_owned() })
     }
-}
-
-fn ran(plan: &Plan) -> Ran {
-    Ran { kernel: plan.kernel.to_owned(), plan: explain(plan).to_string() }
 }

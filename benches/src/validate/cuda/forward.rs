@@ -38,7 +38,7 @@ pub(super) fn family_of(kernel: &str) -> &'static str {
 #[derive(Debug)]
 pub(super) struct Selection {
     pub(super) caps: DeviceCaps,
-    pub(super) catalogue: Vec<KernelDesc>,
+    pub(super) catalogue: &'static [KernelDesc],
 }
 
 impl Selection {
@@ -121,7 +121,7 @@ impl Selection {
         spec.options.num_splits = splits;
         spec.options.disabled_kernels = disabled.iter().map(|&name| name.to_owned()).collect();
         let problem = Problem::new(spec).ok()?;
-        attn_select::choose(&problem, &self.caps, &self.catalogue).ok()
+        attn_select::choose(&problem, &self.caps, self.catalogue).ok()
     }
 
     /// The plan of the naive kernel.
@@ -244,7 +244,7 @@ mod tests {
         assert!(refused * 10 < calls, "{refused} of {calls} calls are refused by selection");
         let tiles: BTreeSet<_> = seen.iter().map(|(kernel, tile, _)| (kernel, tile)).collect();
         let problem = &matrix::full()[1].cases[0].problem().unwrap();
-        for kernel in &selection.catalogue {
+        for kernel in selection.catalogue {
             assert!(seen.iter().any(|(name, ..)| *name == kernel.name), "{}", kernel.name);
             for tile in (kernel.tiles)(problem) {
                 assert!(tiles.contains(&(&kernel.name, &(tile.q, tile.kv))), "{}", kernel.name);

@@ -100,7 +100,6 @@ impl Lengths {
             Division::Rows => (1, 1, Split::Whole),
             Division::Tiles { tile, pack, split } => (pack.max(1), tile.max(1), split),
         };
-        let band = problem.band();
         let heads = problem.q_heads();
         let mut tables = vec![0i64; Table::COUNT * (batch + 1)];
         let (mut units, mut partials, mut rows) = (0i64, 0i64, 0i64);
@@ -117,16 +116,12 @@ impl Lengths {
             if last {
                 break;
             }
-            let (q_len, kv_len) = (lengths.q(sequence), lengths.kv(sequence));
-            let written = match problem.q_arrangement() {
-                Arrangement::Packed => q_len,
-                Arrangement::Padded => lengths.longest_q(),
-            };
+            let written = written_rows(problem, sequence);
             let flat = written.saturating_mul(pack);
             if i32::try_from(flat).is_err() {
                 return Err(too_many("query rows times packed heads", i32::MAX as usize, flat));
             }
-            let parts = split.parts(band.rows(0..q_len, q_len, kv_len).len());
+            let parts = parts(problem, split, sequence);
             // Products of counts below 2^31 each, summed over fewer than 2^31 sequences: checked, since only
             // absurd calls come here.
             let of_sequence = [flat.div_ceil(tile), parts];
@@ -156,6 +151,20 @@ impl Lengths {
         let bytes = product(&[rows, value_dim + 1, size_of::<f32>()])?;
         usize::try_from(bytes).map_err(|_| overflow("partial results"))
     }
+}
+
+/// Rows of a sequence that are written, padding included.
+pub(crate) fn written_rows(problem: &Problem, sequence: usize) -> usize {
+    match problem.q_arrangement() {
+        Arrangement::Packed => problem.lengths().q(sequence),
+        Arrangement::Padded => problem.lengths().longest_q(),
+    }
+}
+
+/// Parts that a split makes of the keys that the rows of a sequence see.
+pub(crate) fn parts(problem: &Problem, split: Split, sequence: usize) -> usize {
+    let (q_len, kv_len) = (problem.lengths().q(sequence), problem.lengths().kv(sequence));
+    split.parts(problem.band().rows(0..q_len, q_len, kv_len).len())
 }
 
 /// What equal sequences have alike, `units` being those of all.
