@@ -95,11 +95,13 @@ pub enum Feature {
     BiasGradient,
     /// Pages whose key or value rows do not all start on 16 bytes.
     UnalignedPages,
+    /// Pages whose size is no multiple of 8 tokens.
+    OddPages,
 }
 
 impl Feature {
     /// Every feature.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 20] = [
         Self::Causal,
         Self::Window,
         Self::BooleanMask,
@@ -119,6 +121,7 @@ impl Feature {
         Self::SinksGradient,
         Self::BiasGradient,
         Self::UnalignedPages,
+        Self::OddPages,
     ];
 
     /// The words used in plans and in the support table.
@@ -144,6 +147,7 @@ impl Feature {
             Self::SinksGradient => "gradient of sinks",
             Self::BiasGradient => "gradient of bias",
             Self::UnalignedPages => "pages off 16 bytes",
+            Self::OddPages => "pages of no multiple of 8 tokens",
         }
     }
 }
@@ -222,6 +226,10 @@ impl Features {
             (
                 problem.cache_layout().is_some_and(|layout| !layout.has_rows_on(16)),
                 Feature::UnalignedPages,
+            ),
+            (
+                problem.cache_layout().is_some_and(|layout| !layout.page_size().is_multiple_of(8)),
+                Feature::OddPages,
             ),
         ] {
             if needed {
@@ -302,6 +310,8 @@ pub struct KernelDesc {
     pub features: Features,
     /// Lowest CUDA compute capability; `None` off CUDA.
     pub min_compute: Option<(u32, u32)>,
+    /// Highest CUDA compute capability, for code that a newer device does not run; `None` is any.
+    pub max_compute: Option<(u32, u32)>,
     /// The tiles it has for a problem, the one that reads each key for most rows first; empty where any will do.
     pub tiles: Tiles,
     /// The kernel's own count of the shared memory of a block; zero off a device. Pure.

@@ -75,6 +75,13 @@ pub enum Refusal {
         /// The device's.
         has: (u32, u32),
     },
+    /// The device is too new for instructions of one architecture.
+    ComputePast {
+        /// Highest compute capability.
+        takes: (u32, u32),
+        /// The device's.
+        has: (u32, u32),
+    },
     /// It computes the other pass.
     Pass(Pass),
     /// The caller forced another kind of kernel.
@@ -132,6 +139,11 @@ impl fmt::Display for Refusal {
                 f,
                 "needs compute capability {}.{}, the device has {}.{}",
                 needs.0, needs.1, has.0, has.1
+            ),
+            Self::ComputePast { takes, has } => write!(
+                f,
+                "made for compute capability {}.{}, the device has {}.{}",
+                takes.0, takes.1, has.0, has.1
             ),
             Self::Pass(Pass::Forward) => f.write_str("computes the forward pass only"),
             Self::Pass(Pass::Backward) => f.write_str("computes the backward pass only"),

@@ -96,6 +96,12 @@ impl<'a> Call<'a> {
         {
             return Err(Refusal::Compute { needs, has: device.compute });
         }
+        // Instructions of one architecture, which the next one lacks.
+        if let Some(takes) = kernel.max_compute
+            && device.compute > takes
+        {
+            return Err(Refusal::ComputePast { takes, has: device.compute });
+        }
         Ok(())
     }
 

@@ -51,6 +51,7 @@ const fn kernel(name: &'static str, engine: Engine, family: Family) -> KernelDes
         },
         features,
         min_compute: None,
+        max_compute: None,
         tiles: |_| &[],
         shared_memory: |_, _| Bytes::ZERO,
         workspace: one_tile_a_thread,
@@ -336,6 +337,11 @@ fn asking_for(feature: Feature) -> Option<ProblemSpec> {
         Feature::Fp8Cache => s.kv_dtype = DType::F8E5M2,
         Feature::Deterministic => s.options.deterministic = true,
         Feature::BatchInvariant => s.options.batch_invariant = true,
+        Feature::OddPages => {
+            let value = ValueStorage::Separate(64);
+            let layout = CacheLayout::contiguous(DType::F16, PageOrder::Nhd, 12, 2, 64, value);
+            s.kv = KvStorage::Paged(layout.expect("valid"));
+        }
         Feature::UnalignedPages => {
             let value = ValueStorage::Separate(64);
             let layout = CacheLayout::strided(
