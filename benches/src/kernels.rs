@@ -153,8 +153,10 @@ impl Selection {
     }
 }
 
-fn specs(instances: &[Instance]) -> Vec<KernelSpec> {
-    instances.iter().map(|instance| instance.spec.clone()).collect()
+/// The specs of those that an arch can hold.
+fn specs(instances: &[Instance], arch: &Arch) -> Vec<KernelSpec> {
+    let specs = instances.iter().map(|instance| &instance.spec);
+    specs.filter(|spec| spec.entry().compiles_for(arch)).cloned().collect()
 }
 
 fn list(out: &mut impl Write) -> Result<(), KernelsError> {
@@ -171,11 +173,12 @@ fn build(args: &Build, out: &mut impl Write) -> Result<(), KernelsError> {
     if let Some(jobs) = args.jobs {
         store = store.with_threads(jobs);
     }
-    let specs = specs(&args.selection.instances());
+    let instances = args.selection.instances();
     let compiler = store.compiler()?;
     let (major, minor) = compiler.version();
     writeln!(out, "NVRTC {major}.{minor}, {}", compiler.path().display())?;
     for arch in &args.selection.arch {
+        let specs = specs(&instances, arch);
         let start = Instant::now();
         store.prepare(&specs, arch)?;
         let seconds = start.elapsed().as_secs_f64();
@@ -194,9 +197,9 @@ fn bundle(args: &BundleArgs, out: &mut impl Write) -> Result<(), KernelsError> {
     let store = KernelStore::new();
     let instances =
         if args.representatives { instances::representatives() } else { instances::shipped() };
-    let specs = specs(&instances);
     let mut bundle = Bundle::new(store.compiler()?.version());
     for arch in &args.arch {
+        let specs = specs(&instances, arch);
         store.prepare(&specs, arch)?;
         for spec in &specs {
             bundle.insert(spec, *arch, store.cubin(spec, arch)?);

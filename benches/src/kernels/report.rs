@@ -40,8 +40,8 @@ pub(super) fn run(
     let instances = selection.instances();
     let (mut rows, mut faults) = (Vec::new(), Vec::new());
     for arch in &selection.arch {
-        store.prepare(&specs(&instances), arch)?;
-        for instance in &instances {
+        store.prepare(&specs(&instances, arch), arch)?;
+        for instance in instances.iter().filter(|i| i.spec.entry().compiles_for(arch)) {
             let (row, fault) = row(&store, instance, arch)?;
             rows.push(row);
             faults.extend(fault);

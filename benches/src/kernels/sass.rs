@@ -21,7 +21,7 @@ pub(super) fn run(name: &str, arch: &Arch, out: &mut impl Write) -> Result<(), K
         .into_iter()
         .chain(instances::representatives())
         .map(|instance| instance.spec)
-        .filter(|spec| spec.to_string().contains(name))
+        .filter(|spec| spec.entry().compiles_for(arch) && spec.to_string().contains(name))
         .collect();
     specs.sort();
     specs.dedup();

@@ -25,7 +25,7 @@ pub(crate) struct Args {
     /// Which engine is judged.
     #[arg(long, value_enum, default_value_t = Backend::Cpu)]
     backend: Backend,
-    /// Only kernels of this family: prefill, decode or backward; on CUDA prefill, decode, naive, merge,
+    /// Only kernels of this family: prefill, decode or backward; on CUDA prefill, `prefill_sm90a`, decode, naive, merge,
     /// append, copy or modes.
     #[arg(long)]
     family: Option<String>,
@@ -70,7 +70,9 @@ impl Backend {
         match self {
             Self::Reference => &["prefill", "backward"],
             Self::Cpu => &["prefill", "decode", "backward"],
-            Self::Cuda => &["naive", "prefill", "decode", "merge", "append", "copy", "modes"],
+            Self::Cuda => {
+                &["naive", "prefill", "prefill_sm90a", "decode", "merge", "append", "copy", "modes"]
+            }
         }
     }
 }

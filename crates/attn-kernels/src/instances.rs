@@ -40,6 +40,8 @@ const E5M2: DType = DType::F8E5M2;
 
 /// The tiles that a device with 227 KiB of shared memory a block gets.
 const ROWS_128: Tile = Tile { q: 128, kv: 64 };
+const ROWS_128_LONG: Tile = Tile { q: 128, kv: 128 };
+const ROWS_192: Tile = Tile { q: 192, kv: 128 };
 const ROWS_64: Tile = Tile { q: 64, kv: 64 };
 const ROWS_32: Tile = Tile { q: 32, kv: 16 };
 const ROWS_16: Tile = Tile { q: 16, kv: 16 };
@@ -56,6 +58,10 @@ impl Kind {
             is_general: false,
             tile: ROWS_128,
         }
+    }
+
+    const fn hopper(dtype: DType, dims: (usize, usize), tile: Tile) -> Self {
+        Self { entry: Entry::PrefillSm90a, dims, tile, ..Self::prefill(dtype, dims.0) }
     }
 
     const fn decode(dtype: DType, dim: usize, tile: Tile) -> Self {
@@ -87,6 +93,11 @@ fn forward_kinds() -> Vec<Kind> {
         for dim in [64, 96, 128, 192, 256] {
             kinds.push(Kind::prefill(dtype, dim));
         }
+        for dim in [64, 128] {
+            let tile = if dim == 64 { ROWS_192 } else { ROWS_128_LONG };
+            kinds.push(Kind::hopper(dtype, (dim, dim), tile));
+        }
+        kinds.push(Kind { is_paged: true, ..Kind::hopper(dtype, (128, 128), ROWS_128_LONG) });
         // Key and value dimensions of latent attention's prompts.
         kinds.push(Kind { dims: (192, 128), ..Kind::prefill(dtype, 192) });
         for dim in [64, 128] {
@@ -106,6 +117,17 @@ fn forward_kinds() -> Vec<Kind> {
         kinds.push(Kind { is_general: true, ..Kind::decode(dtype, 128, ROWS_16) });
         kinds.push(Kind { is_paged: false, ..Kind::decode(dtype, 128, ROWS_16) });
     }
+    // Models for Hopper come in bf16.
+    for (dims, tile) in
+        [((64, 64), ROWS_128_LONG), ((192, 128), ROWS_128_LONG), ((256, 256), ROWS_128)]
+    {
+        kinds.push(Kind::hopper(BF16, dims, tile));
+    }
+    for dim in [64, 128] {
+        let hopper = Kind::hopper(BF16, (dim, dim), ROWS_128_LONG);
+        kinds.push(Kind { is_general: true, ..hopper });
+    }
+    kinds.push(Kind { is_paged: true, ..Kind::hopper(BF16, (64, 64), ROWS_128_LONG) });
     kinds
 }
 
@@ -138,6 +160,7 @@ pub fn representatives() -> Vec<Instance> {
     let kinds = [
         Kind::prefill(BF16, 128),
         Kind { is_paged: true, is_general: true, ..Kind::prefill(F16, 64) },
+        Kind::hopper(BF16, (128, 128), ROWS_128_LONG),
         Kind { kv_dtype: E4M3, ..Kind::decode(BF16, 128, ROWS_16) },
     ];
     let mut all: Vec<_> = kinds.into_iter().filter_map(Kind::instance).collect();
@@ -158,7 +181,7 @@ mod tests {
     #[test]
     fn shipped_instances_are_few_and_distinct() {
         let all = shipped();
-        assert!((50..=62).contains(&all.len()), "{}", all.len());
+        assert!((50..=70).contains(&all.len()), "{}", all.len());
         for (n, instance) in all.iter().enumerate() {
             assert!(all[n + 1..].iter().all(|other| other.spec != instance.spec));
         }

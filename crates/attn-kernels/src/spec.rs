@@ -18,6 +18,8 @@ pub enum Entry {
     Naive,
     /// Tiled forward over many query rows.
     Prefill,
+    /// The same on Hopper's own instructions.
+    PrefillSm90a,
     /// Few query rows over a long cache, split by keys.
     Decode,
     /// Merges the partial results of a split decode.
@@ -32,9 +34,10 @@ pub enum Entry {
 
 impl Entry {
     /// Every entry.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Naive,
         Self::Prefill,
+        Self::PrefillSm90a,
         Self::Decode,
         Self::MergeSplits,
         Self::MergeStates,
@@ -48,6 +51,7 @@ impl Entry {
         match self {
             Self::Naive => "naive",
             Self::Prefill => "prefill",
+            Self::PrefillSm90a => "prefill_sm90a",
             Self::Decode => "decode",
             Self::MergeSplits => "merge_splits",
             Self::MergeStates => "merge_states",
@@ -62,6 +66,7 @@ impl Entry {
         match self {
             Self::Naive => "attn_naive",
             Self::Prefill => "attn_prefill",
+            Self::PrefillSm90a => "attn_prefill_sm90a",
             Self::Decode => "attn_decode",
             Self::MergeSplits => "attn_merge_splits",
             Self::MergeStates => "attn_merge_states",
@@ -70,12 +75,19 @@ impl Entry {
         }
     }
 
+    /// Whether code of this arch can hold the kernel.
+    #[must_use]
+    pub fn compiles_for(self, arch: &Arch) -> bool {
+        self != Self::PrefillSm90a || arch.name() == "sm_90a"
+    }
+
     /// Its file in the source tree: `kernel/merge_splits.cu`.
     #[must_use]
     pub fn file(self) -> &'static str {
         match self {
             Self::Naive => "kernel/naive.cu",
             Self::Prefill => "kernel/prefill.cu",
+            Self::PrefillSm90a => "kernel/prefill_sm90a.cu",
             Self::Decode => "kernel/decode.cu",
             Self::MergeSplits => "kernel/merge_splits.cu",
             Self::MergeStates => "kernel/merge_states.cu",

@@ -91,6 +91,8 @@ fn representatives_compile_without_warnings_or_unlisted_spills() {
     let specs: Vec<_> = instances.into_iter().map(|Instance { spec, .. }| spec).collect();
     let mut faults = Vec::new();
     for arch in [arch("sm_80"), arch("sm_90a")] {
+        let specs: Vec<_> =
+            specs.iter().filter(|spec| spec.entry().compiles_for(&arch)).cloned().collect();
         store.prepare(&specs, &arch).unwrap();
         for spec in &specs {
             let cubin = store.cubin(spec, &arch).unwrap();

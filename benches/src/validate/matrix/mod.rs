@@ -522,7 +522,7 @@ fn batches() -> Vec<Case> {
 fn tiles() -> Vec<Case> {
     let mut cases = Vec::new();
     for (dim, value_dim) in [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)] {
-        for (q, k) in [([130, 70], [130, 257]), ([1, 4], [300, 66])] {
+        for (q, k) in [([130, 70], [130, 257]), ([1, 4], [300, 66]), ([385, 191], [385, 513])] {
             let new = |what: &str, at: usize| {
                 let name = format!("{dim}-{value_dim}_{what}_q{}", q[0]);
                 Case::new(name, rotate(&TYPES, at), (4, 1), dim, &q, &k).value_dim(value_dim)

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "attn/fragment.cuh"
+#include "attn/tanh.cuh"
 #include "attn/unit.cuh"
 #include "ptx/math.cuh"
 
@@ -43,21 +44,6 @@ __device__ inline void hide_outside(Scores& s, const ForwardParams& p, const Uni
       }
     }
   }
-}
-
-// tanh x, within 1e-7 of it everywhere and within 1e-7 of its size near 0: a polynomial below 0.6,
-// where 1 - 2 / (1 + exp(2x)) cancels, and that formula above; both are cheaper than a branch. The
-// instruction tanh.approx is off by 2^-11.
-__device__ inline float tanh_of(float x) {
-  const float square = x * x;
-  float series = __fmaf_rn(-0.0062764990f, square, 0.0211163126f);
-  series = __fmaf_rn(series, square, -0.0538751669f);
-  series = __fmaf_rn(series, square, 0.1333292425f);
-  series = __fmaf_rn(series, square, -0.3333333135f);
-  const float near = __fmaf_rn(series * square, x, x);
-  const float power = ptx::ex2_approx_ftz_f32(x * (2.0f * LOG2E));
-  const float far = __fmaf_rn(-2.0f, ptx::rcp_approx_ftz_f32(1.0f + power), 1.0f);
-  return square < 0.36f ? near : far;
 }
 
 // Makes products natural scores: scale and soft-cap.

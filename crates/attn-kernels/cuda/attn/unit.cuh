@@ -53,41 +53,60 @@ struct Unit {
   }
 };
 
-// The unit of block `block`. BLOCK_M: flat rows of a tile.
-template <int BLOCK_M>
-__device__ Unit unit_of(const ForwardParams& p, u32 block) {
-  Unit unit;
+// Where a unit is among those of its sequence: `inside` counts parts and tiles of one block of heads.
+struct Task {
+  Sequence sequence;
+  u32 head_block;
+  u32 inside;
+};
+
+// Equal sequence `s`.
+__device__ inline Sequence equal_sequence(const ForwardParams& p, u32 s) {
+  return {i32(s), p.uniform_q, p.uniform_kv, p.flags & Q_PADDED ? 0 : i64(s) * p.uniform_q,
+          p.flags & KV_PADDED ? 0 : i64(s) * p.uniform_kv};
+}
+
+// Blocks in their own order: sequence by sequence.
+__device__ inline Task task_of(const ForwardParams& p, u32 block) {
   const u32 head_blocks = u32(p.q_heads) / p.pack.value;
+  Task task;
   u32 units;
   u32 index;
   if (p.uniform_units.value != 0) {
     units = p.uniform_units.value;
-    const i32 s = i32(p.uniform_units.divide(block / head_blocks));
-    index = block - u32(s) * units * head_blocks;
-    unit.sequence = {s, p.uniform_q, p.uniform_kv, p.flags & Q_PADDED ? 0 : i64(s) * p.uniform_q,
-                     p.flags & KV_PADDED ? 0 : i64(s) * p.uniform_kv};
+    const u32 s = p.uniform_units.divide(block / head_blocks);
+    index = block - s * units * head_blocks;
+    task.sequence = equal_sequence(p, s);
   } else {
     const i32 s = find_sequence(p.unit_starts, p.batch, block / head_blocks);
     const i64 first = p.unit_starts[s];
     units = u32(p.unit_starts[s + 1] - first);
     index = block - u32(first) * head_blocks;
-    unit.sequence = sequence_at(p, s);
+    task.sequence = sequence_at(p, s);
   }
-  const u32 head_block = index / units;
-  const u32 inside = index - head_block * units;
+  task.head_block = index / units;
+  task.inside = index - task.head_block * units;
+  return task;
+}
 
+// The unit of a task. BLOCK_M: flat rows of a tile. HAS_PARTS: keys may be split.
+template <int BLOCK_M, bool HAS_PARTS = true>
+__device__ Unit unit_of(const ForwardParams& p, const Task& task) {
+  Unit unit;
+  const u32 inside = task.inside;
+  unit.sequence = task.sequence;
   unit.band = Band(p, unit.sequence.q_len, unit.sequence.kv_len);
   unit.rows = written_rows(p, unit.sequence);
-  unit.head = i32(head_block * p.pack.value);
+  unit.head = i32(task.head_block * p.pack.value);
   unit.kv_head = i32(p.group.divide(u32(unit.head)));
 
   // Flat rows are fewer than 2^31.
   const u32 row_tiles = (u32(unit.rows) * p.pack.value + BLOCK_M - 1) / BLOCK_M;
-  const u32 part = inside / row_tiles;
+  const u32 part = HAS_PARTS ? inside / row_tiles : 0;
   unit.part = i32(part);
   unit.first = i32(row_tiles - 1 - (inside - part * row_tiles)) * BLOCK_M;
 
-  const Parts parts = parts_of(p, unit.band);
+  const Parts parts = HAS_PARTS ? parts_of(p, unit.band) : Parts{0, unit.sequence.kv_len, unit.sequence.kv_len, 1};
   unit.parts = parts.count;
   unit.top = unit.position(p, 0);
   unit.bottom = min_of(unit.position(p, BLOCK_M - 1), unit.sequence.q_len - 1);
@@ -99,6 +118,12 @@ __device__ Unit unit_of(const ForwardParams& p, u32 block) {
   // Padding rows alone, or a part of which these rows see nothing.
   if (unit.top > unit.bottom || unit.keys.hi < unit.keys.lo) unit.keys.hi = unit.keys.lo;
   return unit;
+}
+
+// The unit of block `block`.
+template <int BLOCK_M>
+__device__ Unit unit_of(const ForwardParams& p, u32 block) {
+  return unit_of<BLOCK_M>(p, task_of(p, block));
 }
 
 }  // namespace attn

@@ -59,6 +59,13 @@ struct BlockTable {
   Divisor page_size;
 };
 
+// An entry of a persistent kernel's order: a tile of some blocks of heads. Tiles are counted from the end of a sequence.
+struct OrderedTask {
+  i32 sequence;
+  u32 head_block;
+  u32 tile;
+};
+
 // A forward call. q, o [rows, q_heads, head_dim | value_dim], lse [rows, q_heads], k, v
 // [rows, kv_heads, head_dim | value_dim] or pages.
 struct ForwardParams {
@@ -109,6 +116,12 @@ struct ForwardParams {
   Divisor uniform_units;
   i32 uniform_q;
   i32 uniform_kv;
+  // Persistent kernels: two words that are 0 between launches, the order of the tiles of unequal sequences, the units of
+  // all blocks of heads, and the blocks of heads of a section or, in an order, of an entry (attn/schedule.cuh).
+  u32* counter;
+  const OrderedTask* order;
+  i32 work;
+  i32 section;
 };
 
 // Bits of ForwardParams::flags.
@@ -170,7 +183,7 @@ struct CopyBlocksParams {
   i32 v_bytes;
 };
 
-static_assert(sizeof(ForwardParams) == 608 && sizeof(MergeStatesParams) == 208);
+static_assert(sizeof(ForwardParams) == 632 && sizeof(MergeStatesParams) == 208);
 static_assert(sizeof(AppendParams) == 288 && sizeof(CopyBlocksParams) == 104);
 
 }  // namespace attn

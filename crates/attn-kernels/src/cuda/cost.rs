@@ -6,10 +6,16 @@
 use attn_core::{Bytes, HostCaps, Problem, Split, Tile};
 
 use super::lengths::{Table, parts, written_rows};
+use super::order::Order;
 
 /// Workspace of a kernel that does not divide keys: the prefix sums.
 pub(crate) fn tables(problem: &Problem, _: &HostCaps, _: Tile, _: Split) -> Bytes {
     Bytes::of(Table::COUNT.saturating_mul(problem.lengths().batch() + 1), size_of::<i64>())
+}
+
+/// Workspace of the Hopper prefill kernel: the prefix sums, and the order of the tiles of unequal sequences.
+pub(crate) fn ordered(problem: &Problem, host: &HostCaps, tile: Tile, split: Split) -> Bytes {
+    tables(problem, host, tile, split) + Order::bytes(problem, tile.q)
 }
 
 /// Workspace of the decode kernel: the prefix sums, and an f32 output row and LSE for each part of each row of

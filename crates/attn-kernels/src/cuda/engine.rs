@@ -17,7 +17,9 @@ use super::call::{Inputs, Outputs, check_memory};
 use super::capture::Captures;
 use super::event::Event;
 use super::lengths::{Division, Lengths, Table};
-use super::params::Divisor;
+use super::maps;
+use super::order::Order;
+use super::params::{self, Divisor};
 use super::workspace::{Key, Merge, Prepared, Workspace};
 use super::{config, forward};
 use crate::catalog::catalog;
@@ -206,7 +208,11 @@ impl CudaEngine {
         } else {
             None
         };
-        let tables: &[u8] = bytemuck::cast_slice(&lengths.tables);
+        let is_persistent = config.spec.entry() == Entry::PrefillSm90a;
+        let order = is_persistent.then(|| Order::new(problem, &lengths, config.tile.q));
+        let entries = order.as_ref().map_or(&[][..], |order| &order.entries);
+        let prefixes: &[u8] = bytemuck::cast_slice(&lengths.tables);
+        let tables = [prefixes, bytemuck::cast_slice(entries)].concat();
         let partials = workspace.partials(&self.context, partial_bytes)?;
         let memory = workspace.lengths(&self.context, tables.len())?;
 
@@ -217,6 +223,14 @@ impl CudaEngine {
         params.kv_starts = table(Table::Keys);
         params.unit_starts = table(Table::Units);
         params.partial_starts = table(Table::Partials);
+        if let Some(order) = &order {
+            params.counter = table(Table::Counters);
+            params.work = params::as_i32("units of work", lengths.blocks as usize)?;
+            params.section = order.section;
+            if !order.entries.is_empty() {
+                params.order = memory.address() + prefixes.len() as u64;
+            }
+        }
         if let Some(uniform) = lengths.uniform {
             params.uniform_units = Divisor::new(uniform.units);
             (params.uniform_q, params.uniform_kv) = (uniform.q_len, uniform.kv_len);
@@ -237,15 +251,21 @@ impl CudaEngine {
             lengths: Arc::clone(&memory),
             function,
             threads: config.threads,
-            blocks: lengths.blocks,
+            blocks: if is_persistent {
+                // Each block takes units until none is left.
+                lengths.blocks.min(self.caps.cuda.as_ref().map_or(1, |device| device.sm_count))
+            } else {
+                lengths.blocks
+            },
             dynamic_smem: config.dynamic_smem,
+            boxes: is_persistent.then_some(config.tile),
             merge,
             params,
             partial_outputs: outputs,
             used: 0,
         };
         // The last step that can fail, for it may write over the lengths of the plan that makes room.
-        if let Err(error) = memory.upload(stream, tables) {
+        if let Err(error) = memory.upload(stream, &tables) {
             workspace.forget(&memory);
             return Err(error);
         }
@@ -314,7 +334,13 @@ impl CudaEngine {
             ..Launch::new(&prepared.function, prepared.blocks, prepared.threads)
         };
         let shaped = |error| with_shape(error, &plan.problem);
-        forward.run(stream, &params, &[]).map_err(shaped)?;
+        match prepared.boxes {
+            None => forward.run(stream, &params, &[]),
+            Some(tile) => {
+                forward.run(stream, &params, &maps::forward(&plan.problem, inputs, tile)?)
+            }
+        }
+        .map_err(shaped)?;
         if let Some(merge) = &prepared.merge {
             params.unit_starts = merge.row_starts;
             let merge = Launch::new(&merge.function, merge.blocks, merge.threads);
@@ -420,6 +446,7 @@ fn check_plan(plan: &Plan, caps: &DeviceCaps) -> Result<(), Error> {
         kernel.pass() == Pass::Forward
             && takes(kernel, problem)
             && kernel.min_compute.is_none_or(|least| compute.is_some_and(|has| has >= least))
+            && kernel.max_compute.is_none_or(|most| compute.is_some_and(|has| has <= most))
     });
     if fits && plan.engine == Engine::Cuda && problem.pass() == Pass::Forward {
         return Ok(());

@@ -88,6 +88,10 @@ pub(crate) fn template(problem: &Problem, pack: u32, split: Split) -> ForwardPar
         uniform_units: Divisor::NONE,
         uniform_q: 0,
         uniform_kv: 0,
+        counter: 0,
+        order: 0,
+        work: 0,
+        section: 1,
     }
 }
 

@@ -67,11 +67,14 @@ pub(crate) enum Table {
     Partials,
     /// Rows that are written.
     Rows,
+    /// No prefix sum: the counters of a kernel whose blocks take units as they go, 0 between launches. They fit the
+    /// first entry.
+    Counters,
 }
 
 impl Table {
     /// How many there are.
-    pub(crate) const COUNT: usize = 5;
+    pub(crate) const COUNT: usize = 6;
 
     /// The byte offset of a table in the upload.
     pub(crate) const fn offset(self, batch: usize) -> u64 {

@@ -137,6 +137,10 @@ pub(crate) struct ForwardParams {
     pub(crate) uniform_units: Divisor,
     pub(crate) uniform_q: i32,
     pub(crate) uniform_kv: i32,
+    pub(crate) counter: Address,
+    pub(crate) order: Address,
+    pub(crate) work: i32,
+    pub(crate) section: i32,
 }
 
 /// The union of two attention states.
@@ -217,7 +221,7 @@ mod tests {
 
     #[test]
     fn params_have_the_sizes_that_the_device_asserts() {
-        assert_eq!(size_of::<ForwardParams>(), 608);
+        assert_eq!(size_of::<ForwardParams>(), 632);
         assert_eq!(size_of::<MergeStatesParams>(), 208);
         assert_eq!(size_of::<AppendParams>(), 288);
         assert_eq!(size_of::<CopyBlocksParams>(), 104);

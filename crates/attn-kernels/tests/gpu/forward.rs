@@ -79,6 +79,16 @@ fn prefill_matches_the_reference() {
 }
 
 #[test]
+fn hopper_prefill_matches_the_reference() {
+    let Some(engine) = engine("hopper_prefill_matches_the_reference") else {
+        return;
+    };
+    if engine.caps().cuda.is_some_and(|device| device.compute == (9, 0)) {
+        assert!(judge(&engine, "cuda_prefill_sm90a", Split::Whole) > 0);
+    }
+}
+
+#[test]
 fn decode_matches_the_reference_under_every_split() {
     let Some(engine) = engine("decode_matches_the_reference_under_every_split") else {
         return;

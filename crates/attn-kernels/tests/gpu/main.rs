@@ -11,6 +11,7 @@ mod errors;
 mod forward;
 mod memory;
 mod pages;
+mod repeat;
 mod upload;
 
 use std::env;
@@ -70,6 +71,7 @@ fn catalogue_has_the_family_of_each_tested_kernel() {
     for (name, family) in [
         ("cuda_naive", Family::General),
         ("cuda_prefill", Family::Prefill),
+        ("cuda_prefill_sm90a", Family::Prefill),
         ("cuda_decode", Family::Decode),
     ] {
         assert!(catalog().iter().any(|desc| desc.name == name && desc.family == family), "{name}");

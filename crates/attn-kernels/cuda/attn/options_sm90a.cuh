@@ -1,0 +1,105 @@
+// What options make of the scores of a Hopper consumer: soft-cap, bias, ALiBi and the boolean mask.
+//
+// Order: scale, soft-cap, bias and ALiBi, masks. Scores become natural; a hidden one is -inf. The band is the caller's.
+// Tensors: the maps of ForwardParams. Who executes: all warps of a consumer, converged.
+// The invariant: bias and mask are read for keys that the row may see by band and length, and for no other.
+
+#pragma once
+
+#include "attn/tanh.cuh"
+#include "attn/unit.cuh"
+#include "base/config_sm90a.cuh"
+
+namespace attn {
+
+// softcap tanh(scale s / softcap) / s as a series of s^2, with scale and cap in its coefficients.
+template <int TERMS>
+struct CapSeries {
+  float coefficient[TERMS];
+
+  __device__ CapSeries(float scale, float square) {
+    float power = scale;
+#pragma unroll
+    for (int i = 0; i < TERMS; ++i) {
+      coefficient[i] = TANH_SERIES[i] * power;
+      power *= square;
+    }
+  }
+
+  __device__ float at(float square) const {
+    float sum = coefficient[TERMS - 1];
+#pragma unroll
+    for (int i = TERMS - 2; i >= 0; --i) sum = __fmaf_rn(sum, square, coefficient[i]);
+    return sum;
+  }
+};
+
+// Three terms of the series are within 2e-7 below this.
+constexpr int NEAREST_TERMS = 3;
+constexpr float TANH_NEAREST = 0.12f;
+
+// Makes products natural scores under a soft-cap.
+//
+// Scores far below the cap, which most are, need the series alone: no special function, of which the softmax has enough.
+template <int SCORES>
+__device__ void cap_scores(const ForwardParams& p, float (&scores)[SCORES]) {
+  const float factor = p.scale / p.softcap;
+  float largest = 0.0f;
+#pragma unroll
+  for (int j = 0; j < SCORES; ++j) largest = fmaxf(largest, fabsf(scores[j]));
+  largest *= fabsf(factor);
+  if (__all_sync(~0u, largest < TANH_NEAREST)) {
+    const CapSeries<NEAREST_TERMS> series(p.scale, factor * factor);
+#pragma unroll
+    for (int j = 0; j < SCORES; ++j) scores[j] *= series.at(scores[j] * scores[j]);
+  } else if (__all_sync(~0u, largest < TANH_NEAR)) {
+    const CapSeries<TANH_TERMS> series(p.scale, factor * factor);
+#pragma unroll
+    for (int j = 0; j < SCORES; ++j) scores[j] *= series.at(scores[j] * scores[j]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < SCORES; ++j) scores[j] = p.softcap * tanh_of(scores[j] * factor);
+  }
+}
+
+// Makes products natural scores.
+template <int SCORES>
+__device__ void scale_scores(const ForwardParams& p, float (&scores)[SCORES]) {
+  if (p.softcap > 0.0f) {
+    cap_scores(p, scores);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < SCORES; ++j) scores[j] *= p.scale;
+}
+
+// Adds bias and ALiBi to the natural scores of the row at `position`, and hides what the boolean mask hides. The lane has
+// columns `column` and the next of every eight keys from `first` on; `half` says which of its two rows this is.
+template <int SCORES>
+__device__ void apply_options(const ForwardParams& p, const Unit& unit, i32 position, i32 first,
+                              i32 column, int half, float (&scores)[SCORES]) {
+  if (position >= unit.sequence.q_len) return;
+  const Keys seen = unit.keys_at(position);
+  const i32 sequence = unit.sequence.index;
+  const i32 head = unit.head;
+  const i32 own = unit.band.position(position);
+  const float slope = per_head(p.alibi, 0, head, 0.0f);
+  const float* bias = static_cast<const float*>(p.bias.data);
+  const u8* mask = static_cast<const u8*>(p.mask.data);
+  if (bias) bias += sequence * p.bias.sequence + head * p.bias.head + position * p.bias.row;
+  if (mask) mask += sequence * p.mask.sequence + head * p.mask.head + position * p.mask.row;
+#pragma unroll
+  for (int j = 0; j < SCORES / 4; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float& score = scores[j * 4 + half * 2 + e];
+      const i32 key = first + column + j * 8 + e;
+      if (key < seen.lo || key >= seen.hi) continue;
+      if (bias) score += bias[key * p.bias.key];
+      score -= slope * static_cast<float>(own < key ? key - own : own - key);
+      if (mask && mask[key * p.mask.key] == 0) score = NEG_INF;
+    }
+  }
+}
+
+}  // namespace attn

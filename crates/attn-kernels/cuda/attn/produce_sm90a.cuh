@@ -1,0 +1,190 @@
+// The producer of a Hopper block: one warp that takes units of work, and one that has their tiles copied.
+//
+// Units are taken from a counter in global memory, so that blocks that end early take what is left; the next unit is
+// taken when few tiles of the present one are left to copy, so that its first ones land in time, and no earlier: a unit
+// that is taken is no longer there for a block that runs out of work. Keys of a unit come from the last tile to the
+// first: the last one needs the masks, and the first products can start on it.
+// Pages: a tile is boxes of rows, each within a page, and lane n of the warp asks for box n.
+// The invariant: tiles of keys start at the unit's first key, or at the box that holds it; rows past the tensor are 0,
+// and rows that no query row sees are the consumers' to clear.
+
+#pragma once
+
+#include "attn/ring_sm90a.cuh"
+#include "attn/schedule.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/tma.cuh"
+
+namespace attn {
+
+struct Maps {
+  const ptx::TensorMap* q;
+  const ptx::TensorMap* k;
+  const ptx::TensorMap* v;
+};
+
+// Tiles of keys that a unit meets: one, all hidden, where it has none, so that all units go one way.
+__device__ inline i32 key_tiles(const Unit& unit) {
+  return max_of(ceil_div(unit.keys.hi - unit.keys.lo, config::BLOCK_N), 1);
+}
+
+// Asks for a box of ROWS rows from `row` on, 64 columns at a time, in a tile of TILE_ROWS rows; one thread.
+template <int ROWS, int TILE_ROWS, int DIM>
+__device__ void copy_box(u32 to, const ptx::TensorMap* map, i32 head, i32 row, i32 outer,
+                         u32 full) {
+#pragma unroll
+  for (int panel = 0; panel < DIM / 64; ++panel) {
+    ptx::cp_async_bulk_tensor_4d(to + panel * TILE_ROWS * tile::PANEL_ROW_BYTES, map, panel * 64,
+                                 head, row, outer, full);
+  }
+}
+
+// Where a tile of keys and values is, box by box; lane n has box n.
+struct Boxes {
+  i32 row;
+  i32 outer;  // -1: a page outside the cache
+  i32 count;  // boxes with a row of the sequence, the same for all lanes
+};
+
+constexpr i32 BOXES = config::BLOCK_N / config::BOX_ROWS;
+
+// The boxes of the tile of keys that starts at `first`.
+__device__ inline Boxes boxes_of(const ForwardParams& p, const Sequence& sequence, i32 first) {
+  if constexpr (config::IS_PAGED) {
+    const i32 count = min_of(ceil_div(sequence.kv_len - first, config::BOX_ROWS), BOXES);
+    const i32 lane = i32(threadIdx.x) % WARP;
+    if (lane >= count) return {0, 0, count};
+    const i32 key = first + lane * config::BOX_ROWS;
+    const i32 column = i32(p.table.page_size.divide(u32(key)));
+    const i32 page = i32(page_at(p.table, sequence.index, column));
+    return {key - column * i32(p.table.page_size.value), page, count};
+  } else {
+    return {i32(sequence.kv_first) + first, p.flags & KV_PADDED ? sequence.index : 0, 1};
+  }
+}
+
+// What a page outside the cache answers.
+template <int DIM>
+__device__ void fill_box(u32 to) {
+  const Vec16 nan{{~0u, ~0u, ~0u, ~0u}};
+  for (int panel = 0; panel < DIM / 64; ++panel) {
+    for (int piece = 0; piece < config::BOX_ROWS * 8; ++piece) {
+      ptx::st_shared_v4_b32(
+          to + (panel * config::BLOCK_N * tile::PANEL_ROW_BYTES + piece * 16), nan);
+    }
+  }
+  ptx::fence_proxy_async_shared();
+}
+
+// Asks for a tile of keys or values. All lanes; a stage's rows past the last box stay what they were.
+template <int DIM>
+__device__ void copy_tile(u32 to, const ptx::TensorMap* map, i32 head, const Boxes& boxes,
+                          u32 full) {
+  using namespace config;
+  const i32 lane = i32(threadIdx.x) % WARP;
+  constexpr u32 BOX_BYTES = BOX_ROWS * DIM * 2;
+  if constexpr (IS_PAGED) {
+    const u32 box = to + u32(lane * BOX_ROWS) * tile::PANEL_ROW_BYTES;
+    const bool has_box = lane < boxes.count;
+    const bool is_stored = has_box && boxes.outer >= 0;
+    if (has_box && !is_stored) fill_box<DIM>(box);
+    const u32 stored = u32(__popc(__ballot_sync(~0u, is_stored)));
+    if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, stored * BOX_BYTES);
+    __syncwarp();
+    if (is_stored) copy_box<BOX_ROWS, BLOCK_N, DIM>(box, map, head, boxes.row, boxes.outer, full);
+  } else if (lane == 0) {
+    ptx::mbarrier_arrive_expect_tx(full, BOX_BYTES);
+    copy_box<BOX_ROWS, BLOCK_N, DIM>(to, map, head, boxes.row, boxes.outer, full);
+  }
+}
+
+// Takes units and hands them out, to the copying warp as to the consumers. All lanes of one warp.
+//
+// A warp of its own: finding a unit takes as long as a tile's products, and copies must not wait for it.
+__device__ inline void hand_out(const ForwardParams& p, const Block& block) {
+  const bool leads = threadIdx.x % WARP == 0;
+  u32 index = blockIdx.x;
+  for (u32 count = 0;; ++count) {
+    if (count > 0) wait(block.wanted, (count - 1) & 1);
+    if (count >= HANDED_SLOTS) {
+      wait(block.handed_empty_of(count), (count / HANDED_SLOTS - 1) & 1);
+    }
+    Handed& handed = block.handed_of(count);
+    const bool is_unit = index < u32(p.work);
+    // All lanes write the same: the unit is at home in shared memory, for registers are few here.
+    handed.is_unit = is_unit;
+    if (is_unit) {
+      handed.unit = unit_of<config::BLOCK_M, false>(p, scheduled_task(p, index));
+      // Boxes do not cross pages.
+      if constexpr (config::IS_PAGED) handed.unit.keys.lo &= ~(config::BOX_ROWS - 1);
+    }
+    __syncwarp();
+    if (leads) ptx::mbarrier_arrive(block.handed_full_of(count));
+    if (!is_unit) break;
+    index = __shfl_sync(~0u, leads ? atomicAdd(p.counter, 1u) + gridDim.x : 0, 0);
+  }
+  // The last block to end leaves the counters as it found them.
+  if (leads && atomicAdd(p.counter + 1, 1u) == gridDim.x - 1) {
+    p.counter[0] = 0;
+    p.counter[1] = 0;
+  }
+}
+
+// How many tiles of a unit are left to copy when the next one is asked for.
+constexpr i32 LAST_TILES = 1;
+
+// Has the tiles of all units copied. All lanes of one warp.
+__device__ inline void copy_tiles(const ForwardParams& p, const Maps& maps, const Block& block) {
+  using namespace config;
+  const bool leads = threadIdx.x % WARP == 0;
+  if (leads) {
+    ptx::prefetch_tensormap(maps.q);
+    ptx::prefetch_tensormap(maps.k);
+    ptx::prefetch_tensormap(maps.v);
+  }
+  u32 keys = 0;
+  u32 values = 0;
+  for (u32 count = 0;; ++count) {
+    wait(block.handed_full_of(count), count / HANDED_SLOTS & 1);
+    const Handed& handed = block.handed_of(count);
+    if (!handed.is_unit) break;
+    const Unit& unit = handed.unit;
+    const i32 kv_head = unit.kv_head;
+    const Sequence& sequence = unit.sequence;
+    const i32 lo = unit.keys.lo;
+    const i32 tiles = key_tiles(unit);
+    const auto copy_keys = [&](const Boxes& boxes) {
+      block.keys.wait_empty(keys);
+      copy_tile<HEAD_DIM>(block.keys.tile<KEY_BYTES>(keys), maps.k, kv_head, boxes,
+                          block.keys.full_of(keys));
+      ++keys;
+    };
+    const auto copy_values = [&](const Boxes& boxes) {
+      block.values.wait_empty(values);
+      copy_tile<VALUE_DIM>(block.values.tile<VALUE_BYTES>(values), maps.v, kv_head, boxes,
+                           block.values.full_of(values));
+      ++values;
+    };
+    block.queries.wait_empty(count);
+    if (leads) {
+      const u32 full = block.queries.full_of(count);
+      ptx::mbarrier_arrive_expect_tx(full, QUERY_BYTES);
+      copy_box<BLOCK_M, BLOCK_M, HEAD_DIM>(
+          block.queries.tile<QUERY_BYTES>(count), maps.q, unit.head,
+          i32(sequence.q_first) + unit.first, p.flags & Q_PADDED ? sequence.index : 0, full);
+    }
+    Boxes boxes = boxes_of(p, sequence, lo + (tiles - 1) * BLOCK_N);
+    copy_keys(boxes);
+    if (leads && tiles <= LAST_TILES) ptx::mbarrier_arrive(block.wanted);
+    for (i32 tile = tiles - 1; tile > 0; --tile) {
+      if (leads && tile == LAST_TILES) ptx::mbarrier_arrive(block.wanted);
+      const Boxes next = boxes_of(p, sequence, lo + (tile - 1) * BLOCK_N);
+      copy_keys(next);
+      copy_values(boxes);
+      boxes = next;
+    }
+    copy_values(boxes);
+  }
+}
+
+}  // namespace attn

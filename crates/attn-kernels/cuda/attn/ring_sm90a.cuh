@@ -1,0 +1,117 @@
+// The shared memory of a Hopper block: queries, rings of key and value tiles, and the barriers between the producer and
+// the consumers.
+//
+// Shared memory, from a multiple of 1024: QUERY_STAGES query tiles [BLOCK_M, HEAD_DIM]; STAGES key tiles [BLOCK_N,
+// HEAD_DIM]; STAGES value tiles [BLOCK_N, VALUE_DIM]; barriers of 8 bytes: queries full, empty [QUERY_STAGES]; keys full,
+// empty [STAGES]; values full, empty [STAGES]; units full, empty [HANDED_SLOTS], wanted.
+// A full barrier has one arrival, the producer's, and counts bytes; an empty one has one arrival of each consumer.
+// Both walk the rings with a count of tiles, from which stage and parity follow.
+
+#pragma once
+
+#include "base/config_sm90a.cuh"
+#include "attn/unit.cuh"
+#include "ptx/mbarrier.cuh"
+#include "tile/descriptor.cuh"
+
+namespace attn {
+
+constexpr u32 QUERY_BYTES = config::BLOCK_M * config::HEAD_DIM * 2;
+constexpr u32 KEY_BYTES = config::BLOCK_N * config::HEAD_DIM * 2;
+constexpr u32 VALUE_BYTES = config::BLOCK_N * config::VALUE_DIM * 2;
+
+// Waits for the phase of a barrier.
+__device__ inline void wait(u32 barrier, u32 parity) {
+  while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
+  }
+}
+
+// Tiles of one operand that pass through STAGES stages.
+template <u32 STAGES>
+struct Ring {
+  u32 tiles;
+  u32 full;
+  u32 empty;
+
+  template <u32 BYTES>
+  __device__ u32 tile(u32 count) const {
+    return tiles + count % STAGES * BYTES;
+  }
+  __device__ u32 full_of(u32 count) const { return full + count % STAGES * 8; }
+  __device__ u32 empty_of(u32 count) const { return empty + count % STAGES * 8; }
+
+  // The producer: until the stage of tile `count` has been given back, which the first ones need not be.
+  __device__ void wait_empty(u32 count) const {
+    const u32 round = count / STAGES;
+    if (round > 0) wait(empty_of(count), (round - 1) & 1);
+  }
+  __device__ void wait_full(u32 count) const {
+    wait(full_of(count), count / STAGES & 1);
+  }
+
+  __device__ void place_barriers(u32 at) {
+    full = at;
+    empty = full + STAGES * 8;
+  }
+  __device__ u32 end() const { return empty + STAGES * 8; }
+
+  __device__ void init() const {
+    for (u32 stage = 0; stage < STAGES; ++stage) {
+      ptx::mbarrier_init(full_of(stage), 1);
+      ptx::mbarrier_init(empty_of(stage), config::CONSUMERS);
+    }
+  }
+};
+
+// A unit as the producer hands it to the consumers, which read it where it is: registers are for products.
+struct Handed {
+  Unit unit;
+  bool is_unit;
+};
+
+// Units that may be handed out and not yet given back: short ones pass through quickly.
+constexpr u32 HANDED_SLOTS = 4;
+
+struct Block {
+  Ring<config::QUERY_STAGES> queries;
+  Ring<config::STAGES> keys;
+  Ring<config::STAGES> values;
+  u32 handed_full;
+  u32 handed_empty;
+  u32 wanted;  // the next unit
+  Handed* handed;
+
+  __device__ Block(u32 memory, Handed* slots) : handed(slots) {
+    queries.tiles = memory;
+    keys.tiles = queries.tiles + config::QUERY_STAGES * QUERY_BYTES;
+    values.tiles = keys.tiles + config::STAGES * KEY_BYTES;
+    queries.place_barriers(values.tiles + config::STAGES * VALUE_BYTES);
+    keys.place_barriers(queries.end());
+    values.place_barriers(keys.end());
+    handed_full = values.end();
+    handed_empty = handed_full + HANDED_SLOTS * 8;
+    wanted = handed_empty + HANDED_SLOTS * 8;
+  }
+
+  __device__ Handed& handed_of(u32 count) const { return handed[count % HANDED_SLOTS]; }
+  __device__ u32 handed_full_of(u32 count) const { return handed_full + count % HANDED_SLOTS * 8; }
+  __device__ u32 handed_empty_of(u32 count) const {
+    return handed_empty + count % HANDED_SLOTS * 8;
+  }
+
+  // One thread, before the barrier that starts the block.
+  __device__ void init() const {
+    constexpr u32 CONSUMERS = config::CONSUMERS;
+    queries.init();
+    keys.init();
+    values.init();
+    for (u32 slot = 0; slot < HANDED_SLOTS; ++slot) {
+      ptx::mbarrier_init(handed_full_of(slot), 1);
+      ptx::mbarrier_init(handed_empty_of(slot), CONSUMERS);
+    }
+    ptx::mbarrier_init(wanted, 1);
+    ptx::fence_mbarrier_init();
+  }
+};
+
+}  // namespace attn

@@ -1,0 +1,60 @@
+// The one place that reads the macros of a Hopper forward instance.
+//
+// The names are those of base/config.cuh where the meaning is; the two are never included together.
+
+#pragma once
+
+#include "base/types.cuh"
+
+#if !defined(ATTN_DTYPE) || !defined(ATTN_HEAD_DIM) || !defined(ATTN_VALUE_DIM)
+#error "ATTN_DTYPE, ATTN_HEAD_DIM and ATTN_VALUE_DIM: expected the type and padded dimensions"
+#endif
+#if !defined(ATTN_GENERAL) || !defined(ATTN_PAGED) || !defined(ATTN_BOX_ROWS)
+#error "ATTN_GENERAL, ATTN_PAGED and ATTN_BOX_ROWS: expected the options and where keys are"
+#endif
+#if !defined(ATTN_CONSUMERS) || !defined(ATTN_BLOCK_N) || !defined(ATTN_STAGES) || \
+    !defined(ATTN_QUERY_STAGES)
+#error "ATTN_CONSUMERS, ATTN_BLOCK_N, ATTN_STAGES and ATTN_QUERY_STAGES: expected the shape of a block"
+#endif
+
+namespace attn::config {
+
+constexpr DType DTYPE = static_cast<DType>(ATTN_DTYPE);
+// Dimensions of the tiles; the call's own may be smaller, and what lies between is zero.
+constexpr int HEAD_DIM = ATTN_HEAD_DIM;
+constexpr int VALUE_DIM = ATTN_VALUE_DIM;
+// Options of the scores but the band: none, any of them, or a soft-cap alone, which leaves scores small enough for the plain
+// instance's exponents.
+constexpr bool IS_GENERAL = ATTN_GENERAL == 1;
+constexpr bool IS_CAPPED = ATTN_GENERAL == 2;
+constexpr bool IS_PAGED = ATTN_PAGED != 0;
+
+// A consumer is a warpgroup of 64 query rows; one more warpgroup, the producer, has the tiles copied.
+constexpr int WARPGROUP = 128;
+constexpr int CONSUMERS = ATTN_CONSUMERS;
+constexpr int CONSUMER_ROWS = 64;
+constexpr int BLOCK_M = CONSUMERS * CONSUMER_ROWS;
+constexpr int BLOCK_N = ATTN_BLOCK_N;
+// Rows of keys that are copied at once: a tile, or what divides pages and tiles.
+constexpr int BOX_ROWS = ATTN_BOX_ROWS;
+constexpr int STAGES = ATTN_STAGES;
+// Two tiles of queries where they fit: the next unit's land while the present one's are in use.
+constexpr int QUERY_STAGES = ATTN_QUERY_STAGES;
+constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
+
+// Registers of a thread: what the producer leaves is for the accumulators. A block is launched with 65536 over its
+// threads, in multiples of 8, and that many is all that its warpgroups can share.
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
+static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
+              (CONSUMERS + 1) * LAUNCH_REGISTERS);
+
+static_assert(DTYPE == DType::f16 || DTYPE == DType::bf16);
+static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM <= 256 && VALUE_DIM % 64 == 0 && VALUE_DIM <= 256);
+static_assert(BLOCK_N % 16 == 0 && STAGES >= 2);
+// Eight rows are the period of the swizzle.
+static_assert(BLOCK_N % BOX_ROWS == 0 && BOX_ROWS % 8 == 0 && BLOCK_N / BOX_ROWS <= 32);
+static_assert(CONSUMERS == 2 || CONSUMERS == 3);
+
+}  // namespace attn::config

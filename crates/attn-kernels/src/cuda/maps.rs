@@ -1,0 +1,122 @@
+//! The tensor maps of a forward launch: how the copy engine finds tiles of queries, keys and values.
+//!
+//! The invariant: every map has the four axes that the kernels' coordinates name, sequence, row, head and element,
+//! whatever the arrangement; a packed tensor is one sequence, and a cache has pages in their place. Making them costs a microsecond of the host and needs the
+//! addresses, so that they are made for every launch.
+
+use attn_core::{CacheLayout, PageOrder, Problem, Strided, Tile};
+
+use super::call::{Inputs, KvTensors};
+use super::config;
+use super::params::as_i32;
+use super::tensor::DeviceTensor;
+use super::tensor_map::{Swizzle, TensorMap};
+use crate::error::Error;
+
+/// Elements of a box along a row: 128 bytes, the span of the swizzle.
+const COLUMNS: u32 = 64;
+
+/// Maps of q, k and v for boxes of a tile's rows.
+pub(crate) fn forward<'a>(
+    problem: &Problem,
+    inputs: &Inputs<'a>,
+    tile: Tile,
+) -> Result<[TensorMap<'a>; 3], Error> {
+    let q = rows("q", &inputs.q, tile.q)?;
+    let (k, v, axis) = match &inputs.kv {
+        KvTensors::Dense { k, v } => (k, v, None),
+        KvTensors::Paged { k_cache, v_cache, .. } => (k_cache, v_cache, Some(page_axes(problem))),
+    };
+    // No map of nothing can be made, and a unit without keys has one tile of them copied all the same, whose scores are
+    // hidden and whose values are cleared: queries do.
+    if k.layout().is_empty() || v.layout().is_empty() {
+        let stand_in = rows("q", &inputs.q, config::hopper_box(problem, tile))?;
+        return Ok([q, stand_in, stand_in]);
+    }
+    let boxes = config::hopper_box(problem, tile);
+    let map = |field, tensor| match axis {
+        None => rows(field, tensor, boxes),
+        Some(order) => pages(field, tensor, order, boxes),
+    };
+    Ok([q, map("k", k)?, map("v", v)?])
+}
+
+/// Which axes of a cache are slot and head.
+fn page_axes(problem: &Problem) -> PageOrder {
+    problem.cache_layout().map_or(PageOrder::Nhd, CacheLayout::order)
+}
+
+/// The map of a cache, `[pages, slots, heads, dim]` or `[pages, heads, slots, dim]`: pages where sequences are otherwise.
+fn pages<'a>(
+    field: &'static str,
+    tensor: &DeviceTensor<'a>,
+    order: PageOrder,
+    rows: usize,
+) -> Result<TensorMap<'a>, Error> {
+    let mut layout = four_axes(field, tensor.layout())?;
+    if order == PageOrder::Hnd {
+        let axes = [0, 2, 1, 3];
+        let shape = axes.map(|axis| layout.shape()[axis]);
+        let strides = axes.map(|axis| layout.strides()[axis]);
+        layout = Strided::new(field, &shape, &strides, layout.offset())?;
+    }
+    boxed(field, tensor, &layout, rows)
+}
+
+/// The map of a tensor `[rows, heads, dim]` or `[sequences, rows, heads, dim]`.
+fn rows<'a>(
+    field: &'static str,
+    tensor: &DeviceTensor<'a>,
+    rows: usize,
+) -> Result<TensorMap<'a>, Error> {
+    boxed(field, tensor, &four_axes(field, tensor.layout())?, rows)
+}
+
+fn boxed<'a>(
+    field: &'static str,
+    tensor: &DeviceTensor<'a>,
+    layout: &Strided,
+    rows: usize,
+) -> Result<TensorMap<'a>, Error> {
+    // Coordinates are 32-bit.
+    as_i32(field, layout.shape()[0])?;
+    as_i32(field, layout.shape()[1])?;
+    let extents = [1, as_i32(field, rows)?.unsigned_abs(), 1, COLUMNS];
+    TensorMap::tiled(field, tensor.memory(), tensor.dtype(), layout, &extents, Swizzle::Bytes128)
+}
+
+fn four_axes(field: &'static str, layout: &Strided) -> Result<Strided, Error> {
+    let (mut shape, mut strides) = ([1usize; 4], [0i64; 4]);
+    let missing = 4usize.saturating_sub(layout.shape().len());
+    for (axis, (&extent, &stride)) in layout.shape().iter().zip(layout.strides()).enumerate() {
+        if let (Some(to), Some(step)) =
+            (shape.get_mut(missing + axis), strides.get_mut(missing + axis))
+        {
+            (*to, *step) = (extent, stride);
+        }
+    }
+    // A stride along an axis of one extent may be any number, also one that no map can have.
+    for (step, _) in strides[..3].iter_mut().zip(shape).filter(|(_, extent)| *extent == 1) {
+        *step = i64::from(COLUMNS);
+    }
+    Ok(Strided::new(field, &shape, &strides, layout.offset())?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packed_tensor_is_one_sequence() {
+        let packed = Strided::contiguous("k", &[100, 8, 128]).expect("small");
+        let got = four_axes("k", &packed).expect("fits");
+        assert_eq!((got.shape(), got.strides()), (&[1, 100, 8, 128][..], &[64, 1024, 128, 1][..]));
+    }
+
+    #[test]
+    fn stride_that_is_never_taken_does_not_matter() {
+        let single = Strided::new("k", &[2, 100, 1, 128], &[12_800, 128, 3, 1], 0).expect("ranks");
+        let got = four_axes("k", &single).expect("fits");
+        assert_eq!(got.strides(), [12_800, 128, 64, 1]);
+    }
+}

@@ -1,0 +1,111 @@
+//! The same bits from the same call, however often, beside other work and with little memory left.
+
+use std::io::Write as _;
+use std::sync::Arc;
+
+use attn_core::{DType, Plan, Problem, ProblemSpec, Split};
+use attn_kernels::Error;
+use attn_kernels::cuda::{
+    CudaEngine, CudaStream, DeviceBuffer, DeviceTensor, DeviceTensorMut, Inputs, Outputs, Workspace,
+};
+use half::bf16;
+
+use crate::{engine, plan};
+
+const HEADS: usize = 8;
+const KV_HEADS: usize = 2;
+
+/// A call of unequal sequences, with tensors of its own.
+struct Call {
+    plan: Plan,
+    dim: usize,
+    rows: usize,
+    keys: usize,
+    q: DeviceBuffer,
+    k: DeviceBuffer,
+    v: DeviceBuffer,
+    o: DeviceBuffer,
+    workspace: Workspace,
+}
+
+impl Call {
+    fn new(engine: &CudaEngine, stream: &CudaStream, kernel: &str, dim: usize) -> Self {
+        let (q_lens, kv_lens) = ([700, 1, 130, 0, 257], [900, 64, 130, 9, 1024]);
+        let mut spec = ProblemSpec::new(DType::BF16, HEADS, KV_HEADS, dim, &q_lens, &kv_lens);
+        spec.causal = true;
+        let problem = Problem::new(spec).expect("valid");
+        let (rows, keys) = (q_lens.iter().sum(), kv_lens.iter().sum());
+        let upload = |n: usize, step: f32| {
+            let wave: Vec<bf16> =
+                (0..n).map(|i| bf16::from_f32(2.0 * (i as f32 * step).sin())).collect();
+            DeviceBuffer::from_host(stream, &wave).expect("memory")
+        };
+        Self {
+            plan: plan(engine, kernel, &problem, Split::Whole),
+            dim,
+            rows,
+            keys,
+            q: upload(rows * HEADS * dim, 0.37),
+            k: upload(keys * KV_HEADS * dim, 0.71),
+            v: upload(keys * KV_HEADS * dim, 0.13),
+            o: DeviceBuffer::zeroed(stream, rows * HEADS * dim * 2).expect("memory"),
+            workspace: Workspace::new(),
+        }
+    }
+
+    fn run(&mut self, engine: &CudaEngine, stream: &Arc<CudaStream>) -> Result<(), Error> {
+        let (q, kv) = ([self.rows, HEADS, self.dim], [self.keys, KV_HEADS, self.dim]);
+        let inputs = Inputs::dense(
+            DeviceTensor::contiguous("q", &self.q, DType::BF16, &q)?,
+            DeviceTensor::contiguous("k", &self.k, DType::BF16, &kv)?,
+            DeviceTensor::contiguous("v", &self.v, DType::BF16, &kv)?,
+        );
+        let o = DeviceTensorMut::contiguous("o", &mut self.o, DType::BF16, &q)?;
+        let mut outputs = Outputs { o, lse: None };
+        engine.forward(&self.plan, &inputs, &mut outputs, &mut self.workspace, stream)
+    }
+
+    fn bits(&self, stream: &CudaStream) -> Vec<u16> {
+        self.o.to_host(stream, self.rows * HEADS * self.dim).expect("a copy")
+    }
+}
+
+/// All but 4 GiB of the device's memory, which other tests may want.
+fn pressure(stream: &CudaStream) -> Vec<DeviceBuffer> {
+    let mut pieces = Vec::new();
+    for shift in (32..=34).rev() {
+        while let Ok(piece) = DeviceBuffer::zeroed(stream, 1 << shift) {
+            pieces.push(piece);
+        }
+    }
+    pieces
+}
+
+#[test]
+fn thousand_runs_give_equal_bits_beside_other_work() {
+    let name = "thousand_runs_give_equal_bits_beside_other_work";
+    let Some(engine) = engine(name) else { return };
+    if engine.caps().cuda.is_none_or(|device| device.compute != (9, 0)) {
+        let _ = writeln!(std::io::stderr(), "{name}: skipped: the device is no Hopper");
+        return;
+    }
+    let stream = engine.new_stream().expect("a stream");
+    let beside = engine.new_stream().expect("another");
+    let mut calls =
+        [64, 128, 256].map(|dim| Call::new(&engine, &stream, "cuda_prefill_sm90a", dim));
+    let mut other = Call::new(&engine, &beside, "cuda_prefill", 128);
+    other.run(&engine, &beside).expect("a run");
+    let expected = calls.each_mut().map(|call| {
+        call.run(&engine, &stream).expect("a run");
+        call.bits(&stream)
+    });
+    let pieces = pressure(&stream);
+    for n in 0..1000 {
+        other.run(&engine, &beside).expect("a run");
+        for (call, expected) in calls.iter_mut().zip(&expected) {
+            call.run(&engine, &stream).expect("a run");
+            assert!(call.bits(&stream) == *expected, "dim {}, run {n}", call.dim);
+        }
+    }
+    drop(pieces);
+}
