@@ -45,6 +45,13 @@ fn refusal(error: attn_kernels::Error) -> Failure {
     }
 }
 
+/// The problem with one kernel fewer to choose from.
+fn without(problem: &Problem, kernel: &str) -> Result<Problem, Failure> {
+    let mut spec = problem.spec().clone();
+    spec.options.disabled_kernels.push(kernel.to_owned());
+    Ok(Problem::new(spec)?)
+}
+
 impl Backend for Cuda {
     fn forward(
         &mut self,
@@ -52,10 +59,26 @@ impl Backend for Cuda {
         inputs: &Inputs<'_>,
         mut outputs: Outputs<'_>,
     ) -> Result<Ran, Failure> {
-        let plan = self.plans.choose(problem)?;
         let on_device = DeviceInputs::upload(&self.gpu.stream, inputs)?;
-        self.gpu.forward(&plan, &on_device, &mut outputs, &mut self.workspace).map_err(refusal)?;
-        Ok(Ran::of(&plan))
+        let mut problem = problem.clone();
+        let mut refused = None;
+        loop {
+            let plan = match (self.plans.choose(&problem), refused) {
+                (Ok(plan), _) => plan,
+                (Err(_), Some(layout)) => return Err(refusal(layout)),
+                (Err(error), None) => return Err(error.into()),
+            };
+            let ran = self.gpu.forward(&plan, &on_device, &mut outputs, &mut self.workspace);
+            match ran {
+                Ok(()) => return Ok(Ran::of(&plan)),
+                // A plan knows no strides. What its kernel cannot load, the next one may.
+                Err(error @ attn_kernels::Error::Call(attn_core::Error::Layout { .. })) => {
+                    refused = Some(error);
+                    problem = without(&problem, plan.kernel)?;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
     }
 
     fn backward(
