@@ -16,7 +16,7 @@
 //!
 //! Every kernel gives equal bits for equal calls, whatever the number of threads. The tiled CUDA kernels want rows
 //! that start on 16 bytes. Those of pages are known to a plan; those of dense tensors are not, and the engine refuses
-//! others than it can load.
+//! others than it can load; `cuda_prefill_sm90a` also wants strides of q, k and v that are not negative.
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 use attn_core::{DType, DimRule, Family, Feature, Features};

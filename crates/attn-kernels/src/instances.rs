@@ -30,6 +30,7 @@ struct Kind {
     dims: (usize, usize),
     is_paged: bool,
     is_general: bool,
+    is_capped: bool,
     tile: Tile,
 }
 
@@ -56,6 +57,7 @@ impl Kind {
             dims: (dim, dim),
             is_paged: false,
             is_general: false,
+            is_capped: false,
             tile: ROWS_128,
         }
     }
@@ -74,7 +76,8 @@ impl Kind {
         let mut spec = ProblemSpec::new(self.q_dtype, 1, 1, dim, &[1], &[1]);
         spec.value_dim = value_dim;
         spec.kv_dtype = self.kv_dtype;
-        spec.softcap = self.is_general.then_some(1.0);
+        spec.alibi = self.is_general;
+        spec.softcap = self.is_capped.then_some(1.0);
         if self.is_paged {
             let value = ValueStorage::Separate(value_dim);
             let order = PageOrder::Nhd;
@@ -125,7 +128,7 @@ fn forward_kinds() -> Vec<Kind> {
     }
     for dim in [64, 128] {
         let hopper = Kind::hopper(BF16, (dim, dim), ROWS_128_LONG);
-        kinds.push(Kind { is_general: true, ..hopper });
+        kinds.push(Kind { is_capped: true, ..hopper });
     }
     kinds.push(Kind { is_paged: true, ..Kind::hopper(BF16, (64, 64), ROWS_128_LONG) });
     kinds

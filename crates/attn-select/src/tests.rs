@@ -66,6 +66,8 @@ const fn device_kernel(name: &'static str, family: Family, compute: (u32, u32)) 
     kernel.value_dims = DimRule { min: 8, max: 128, multiple_of: 8 };
     kernel.features = kernel.features.without(Feature::Bias).without(Feature::Deterministic);
     kernel.min_compute = Some(compute);
+    // As kernels of one architecture's instructions are: the made-up decode.
+    kernel.max_compute = if compute.0 == 9 { Some(compute) } else { None };
     kernel.tiles = |_| TILES;
     kernel.shared_memory = two_stages;
     kernel
@@ -274,6 +276,15 @@ fn device_rejects_an_old_machine() {
     assert_takes(&spec(&[1], &[4096]), &old, "device_prefill");
     let why = refusal(&spec(&[1], &[4096]), &old, "device_decode");
     assert_eq!(why, Refusal::Compute { needs: (9, 0), has: (8, 6) });
+}
+
+#[test]
+fn device_rejects_a_machine_past_its_architecture() {
+    let new = machine((10, 0), 227 << 10);
+    assert_takes(&spec(&[1], &[4096]), &new, "device_prefill");
+    let why = refusal(&spec(&[1], &[4096]), &new, "device_decode");
+    assert_eq!(why, Refusal::ComputePast { takes: (9, 0), has: (10, 0) });
+    assert_eq!(why.to_string(), "made for compute capability 9.0, the device has 10.0");
 }
 
 #[test]

@@ -3,6 +3,7 @@
 //! The invariant: engine, stream, plans and workspace are kept from case to case, and the workspace is full of NaN before
 //! each call, so that what one call leaves behind could only ever make the next one fail. Page ids and scales were
 //! checked on the host, where the contract wants wrong ones found; the engine, which cannot see them, is not asked to.
+//! A kernel that cannot load a view is followed by the next that selection takes, for plans know no strides.
 
 use attn_core::{
     ForwardResults, Gradients, Inputs, Outputs, Problem, TensorView, TensorViewMut, View, ViewMut,

@@ -130,9 +130,12 @@ struct Consumer {
 
   // Does to the scores of the tile of keys that starts at `first` what options, band and length want.
   __device__ void settle(const Unit& unit, Keys all, i32 first) {
-    if constexpr (config::IS_CAPPED) cap_scores(p, scores);
+    const bool is_clear = first >= all.lo && first + config::BLOCK_N <= all.hi;
+    // What is hidden must not decide how the rest is computed.
+    const bool is_own = is_clear && unit.bottom - unit.top == config::BLOCK_M - 1;
+    if constexpr (config::IS_CAPPED) cap_scores(p, is_own, scores);
     if constexpr (config::IS_GENERAL) {
-      scale_scores(p, scores);
+      scale_scores(p, is_own, scores);
       if (p.alibi.data != nullptr || p.bias.data != nullptr || p.mask.data != nullptr) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -141,7 +144,7 @@ struct Consumer {
         }
       }
     }
-    if (first >= all.lo && first + config::BLOCK_N <= all.hi) return;
+    if (is_clear) return;
     const i32 column = i32(threadIdx.x) % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -278,7 +281,7 @@ struct Consumer {
   // Writes a unit's rows and gives it back: the last but one that was handed out, if only as the end.
   __device__ void finish(const Unit& unit, const Ends& ends) const {
     write(unit, ends);
-    release(block.handed_empty_of(order - 2));
+    ptx::mbarrier_arrive(block.handed_empty_of(order - 2));
   }
 
   __device__ static i32 tiles_of(const Unit& unit) { return one_of_warp(key_tiles(unit)); }

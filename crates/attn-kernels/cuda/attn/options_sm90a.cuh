@@ -41,13 +41,14 @@ constexpr float TANH_NEAREST = 0.12f;
 // Makes products natural scores under a soft-cap.
 //
 // Scores far below the cap, which most are, need the series alone: no special function, of which the softmax has enough.
+// `is_own`: all of the tile belongs to visible pairs, so that looking at it cannot let anything else change a bit.
 template <int SCORES>
-__device__ void cap_scores(const ForwardParams& p, float (&scores)[SCORES]) {
+__device__ void cap_scores(const ForwardParams& p, bool is_own, float (&scores)[SCORES]) {
   const float factor = p.scale / p.softcap;
   float largest = 0.0f;
 #pragma unroll
   for (int j = 0; j < SCORES; ++j) largest = fmaxf(largest, fabsf(scores[j]));
-  largest *= fabsf(factor);
+  largest = is_own ? largest * fabsf(factor) : 1.0f;
   if (__all_sync(~0u, largest < TANH_NEAREST)) {
     const CapSeries<NEAREST_TERMS> series(p.scale, factor * factor);
 #pragma unroll
@@ -64,9 +65,9 @@ __device__ void cap_scores(const ForwardParams& p, float (&scores)[SCORES]) {
 
 // Makes products natural scores.
 template <int SCORES>
-__device__ void scale_scores(const ForwardParams& p, float (&scores)[SCORES]) {
+__device__ void scale_scores(const ForwardParams& p, bool is_own, float (&scores)[SCORES]) {
   if (p.softcap > 0.0f) {
-    cap_scores(p, scores);
+    cap_scores(p, is_own, scores);
     return;
   }
 #pragma unroll

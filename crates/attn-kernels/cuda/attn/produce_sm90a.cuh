@@ -76,14 +76,14 @@ __device__ void fill_box(u32 to) {
   ptx::fence_proxy_async_shared();
 }
 
-// Asks for a tile of keys or values. All lanes; a stage's rows past the last box stay what they were.
+// Asks for a tile of keys or values, all copying lanes; a stage's rows past the last box stay what they were.
 template <int DIM>
 __device__ void copy_tile(u32 to, const ptx::TensorMap* map, i32 head, const Boxes& boxes,
                           u32 full) {
   using namespace config;
-  const i32 lane = i32(threadIdx.x) % WARP;
   constexpr u32 BOX_BYTES = BOX_ROWS * DIM * 2;
   if constexpr (IS_PAGED) {
+    const i32 lane = i32(threadIdx.x) % WARP;
     const u32 box = to + u32(lane * BOX_ROWS) * tile::PANEL_ROW_BYTES;
     const bool has_box = lane < boxes.count;
     const bool is_stored = has_box && boxes.outer >= 0;
@@ -92,7 +92,7 @@ __device__ void copy_tile(u32 to, const ptx::TensorMap* map, i32 head, const Box
     if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, stored * BOX_BYTES);
     __syncwarp();
     if (is_stored) copy_box<BOX_ROWS, BLOCK_N, DIM>(box, map, head, boxes.row, boxes.outer, full);
-  } else if (lane == 0) {
+  } else {
     ptx::mbarrier_arrive_expect_tx(full, BOX_BYTES);
     copy_box<BOX_ROWS, BLOCK_N, DIM>(to, map, head, boxes.row, boxes.outer, full);
   }
@@ -114,12 +114,13 @@ __device__ inline void hand_out(const ForwardParams& p, const Block& block) {
     // All lanes write the same: the unit is at home in shared memory, for registers are few here.
     handed.is_unit = is_unit;
     if (is_unit) {
-      handed.unit = unit_of<config::BLOCK_M, false>(p, scheduled_task(p, index));
+      Unit& unit = handed.unit;
+      unit = unit_of<config::BLOCK_M, false>(p, scheduled_task(p, index));
       // Boxes do not cross pages.
-      if constexpr (config::IS_PAGED) handed.unit.keys.lo &= ~(config::BOX_ROWS - 1);
+      if constexpr (config::IS_PAGED) unit.keys.lo &= ~(config::BOX_ROWS - 1);
     }
     __syncwarp();
-    if (leads) ptx::mbarrier_arrive(block.handed_full_of(count));
+    ptx::mbarrier_arrive(block.handed_full_of(count));
     if (!is_unit) break;
     index = __shfl_sync(~0u, leads ? atomicAdd(p.counter, 1u) + gridDim.x : 0, 0);
   }
@@ -133,10 +134,11 @@ __device__ inline void hand_out(const ForwardParams& p, const Block& block) {
 // How many tiles of a unit are left to copy when the next one is asked for.
 constexpr i32 LAST_TILES = 1;
 
-// Has the tiles of all units copied. All lanes of one warp.
+// Has the tiles of all units copied. All lanes of one warp for pages, whose boxes they share; else its first lane, for one
+// that waited beside it could be left behind by two phases.
 __device__ inline void copy_tiles(const ForwardParams& p, const Maps& maps, const Block& block) {
   using namespace config;
-  const bool leads = threadIdx.x % WARP == 0;
+  const bool leads = !IS_PAGED || threadIdx.x % WARP == 0;
   if (leads) {
     ptx::prefetch_tensormap(maps.q);
     ptx::prefetch_tensormap(maps.k);
@@ -184,6 +186,7 @@ __device__ inline void copy_tiles(const ForwardParams& p, const Maps& maps, cons
       boxes = next;
     }
     copy_values(boxes);
+    ptx::mbarrier_arrive(block.handed_empty_of(count));
   }
 }
 

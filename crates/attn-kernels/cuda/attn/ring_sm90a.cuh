@@ -4,7 +4,8 @@
 // Shared memory, from a multiple of 1024: QUERY_STAGES query tiles [BLOCK_M, HEAD_DIM]; STAGES key tiles [BLOCK_N,
 // HEAD_DIM]; STAGES value tiles [BLOCK_N, VALUE_DIM]; barriers of 8 bytes: queries full, empty [QUERY_STAGES]; keys full,
 // empty [STAGES]; values full, empty [STAGES]; units full, empty [HANDED_SLOTS], wanted.
-// A full barrier has one arrival, the producer's, and counts bytes; an empty one has one arrival of each consumer.
+// The full barrier of a tile has one arrival, the producer's, and counts bytes; its empty one has one of each consumer,
+// whose products read it. The barriers of a unit have one of each thread that writes or reads it.
 // Both walk the rings with a count of tiles, from which stage and parity follow.
 
 #pragma once
@@ -101,13 +102,14 @@ struct Block {
 
   // One thread, before the barrier that starts the block.
   __device__ void init() const {
-    constexpr u32 CONSUMERS = config::CONSUMERS;
+    // Every thread that reads a unit: the consumers and the copying lanes.
+    constexpr u32 READERS = config::CONSUMERS * config::WARPGROUP + config::COPY_LANES;
     queries.init();
     keys.init();
     values.init();
     for (u32 slot = 0; slot < HANDED_SLOTS; ++slot) {
-      ptx::mbarrier_init(handed_full_of(slot), 1);
-      ptx::mbarrier_init(handed_empty_of(slot), CONSUMERS);
+      ptx::mbarrier_init(handed_full_of(slot), WARP);
+      ptx::mbarrier_init(handed_empty_of(slot), READERS);
     }
     ptx::mbarrier_init(wanted, 1);
     ptx::fence_mbarrier_init();

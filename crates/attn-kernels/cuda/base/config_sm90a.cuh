@@ -37,6 +37,8 @@ constexpr int BLOCK_M = CONSUMERS * CONSUMER_ROWS;
 constexpr int BLOCK_N = ATTN_BLOCK_N;
 // Rows of keys that are copied at once: a tile, or what divides pages and tiles.
 constexpr int BOX_ROWS = ATTN_BOX_ROWS;
+// Lanes of the copying warp that work: pages are copied box by box.
+constexpr int COPY_LANES = IS_PAGED ? WARP : 1;
 constexpr int STAGES = ATTN_STAGES;
 // Two tiles of queries where they fit: the next unit's land while the present one's are in use.
 constexpr int QUERY_STAGES = ATTN_QUERY_STAGES;

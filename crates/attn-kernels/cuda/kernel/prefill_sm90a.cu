@@ -26,7 +26,7 @@ __device__ inline void prefill_sm90a(const ForwardParams& p, const Maps& maps) {
   __syncthreads();
   if (threadIdx.x < WARPGROUP) {
     ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (threadIdx.x / WARP == 0) copy_tiles(p, maps, block);
+    if (threadIdx.x < COPY_LANES) copy_tiles(p, maps, block);
     if (threadIdx.x / WARP == 1) hand_out(p, block);
     return;
   }

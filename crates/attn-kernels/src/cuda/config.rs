@@ -4,7 +4,7 @@
 //! a launch what the launch will take, and a plan made by hand gets the same instance as a chosen one.
 //! The arithmetic repeats what the device headers assert, because shared memory is sized by the host.
 
-use attn_core::{Bytes, DType, Plan, Problem, Tile};
+use attn_core::{Bytes, DType, Plan, Problem, Split, Tile};
 
 use crate::error::Error;
 use crate::instances::Instance;
@@ -397,15 +397,18 @@ pub(crate) fn forward(plan: &Plan) -> Result<Config, Error> {
         "cuda_prefill" if prefill_tiles(problem).contains(&plan.tile) => {
             Ok(tiled(Entry::Prefill, problem, plan.tile, prefill_pack(problem, plan.tile.q)))
         }
-        "cuda_prefill_sm90a" if hopper_tiles(problem).contains(&plan.tile) => {
+        // Its units have all keys of their rows.
+        "cuda_prefill_sm90a"
+            if hopper_tiles(problem).contains(&plan.tile) && plan.split == Split::Whole =>
+        {
             Ok(hopper(problem, plan.tile))
         }
         "cuda_decode" if decode_tiles(problem).contains(&plan.tile) => {
             Ok(tiled(Entry::Decode, problem, plan.tile, problem.group().max(1)))
         }
         kernel => Err(Error::Plan {
-            expected: "a forward kernel of the CUDA engine with one of its tiles",
-            got: format!("{kernel} with tile {}x{}", plan.tile.q, plan.tile.kv),
+            expected: "a forward kernel of the CUDA engine with one of its tiles and splits",
+            got: format!("{kernel} with tile {}x{}, {}", plan.tile.q, plan.tile.kv, plan.split),
         }),
     }
 }
@@ -465,6 +468,36 @@ mod tests {
     fn problem(dim: usize) -> Problem {
         let spec = ProblemSpec::new(DType::BF16, 8, 2, dim, &[300], &[300]);
         Problem::new(spec).expect("valid")
+    }
+
+    #[test]
+    fn hopper_tiles_fit_a_block_of_a_hopper() {
+        for dim in (8..=256).step_by(8) {
+            for tile in hopper_tiles(&problem(dim)) {
+                let bytes = hopper_smem(&problem(dim), *tile);
+                assert!(bytes <= Bytes(227 << 10), "{dim}: {tile:?} takes {bytes:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn hopper_plan_in_parts_is_refused() {
+        let problem = problem(128);
+        let plan = |split| Plan {
+            problem: problem.clone(),
+            kernel: "cuda_prefill_sm90a",
+            engine: attn_core::Engine::Cuda,
+            family: attn_core::Family::Prefill,
+            tile: HOPPER_ROWS_128,
+            split,
+            workspace: Bytes::ZERO,
+            shared_memory: Bytes::ZERO,
+            reason: "a test",
+            rejects: Vec::new(),
+        };
+        assert!(forward(&plan(Split::Whole)).is_ok());
+        let refused = forward(&plan(Split::Parts(3))).expect_err("its units have all keys");
+        assert!(matches!(refused, Error::Plan { .. }), "{refused}");
     }
 
     #[test]

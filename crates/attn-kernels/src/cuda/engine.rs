@@ -258,7 +258,7 @@ impl CudaEngine {
                 lengths.blocks
             },
             dynamic_smem: config.dynamic_smem,
-            boxes: is_persistent.then_some(config.tile),
+            map_tile: is_persistent.then_some(config.tile),
             merge,
             params,
             partial_outputs: outputs,
@@ -334,7 +334,7 @@ impl CudaEngine {
             ..Launch::new(&prepared.function, prepared.blocks, prepared.threads)
         };
         let shaped = |error| with_shape(error, &plan.problem);
-        match prepared.boxes {
+        match prepared.map_tile {
             None => forward.run(stream, &params, &[]),
             Some(tile) => {
                 forward.run(stream, &params, &maps::forward(&plan.problem, inputs, tile)?)

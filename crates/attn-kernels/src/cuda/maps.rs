@@ -78,6 +78,12 @@ fn boxed<'a>(
     layout: &Strided,
     rows: usize,
 ) -> Result<TensorMap<'a>, Error> {
+    if let Some((&stride, _)) =
+        layout.strides().iter().zip(layout.shape()).find(|(stride, _)| **stride < 0)
+    {
+        let expected = "strides that are not negative (others: disable cuda_prefill_sm90a, cuda_prefill takes them)";
+        return Err(attn_core::Error::layout(field, expected, stride).into());
+    }
     // Coordinates are 32-bit.
     as_i32(field, layout.shape()[0])?;
     as_i32(field, layout.shape()[1])?;

@@ -20,7 +20,7 @@ const LONG_SECTION: usize = 512;
 /// Tiles of a sequence from which on its rows are long.
 const LONG_TILES: usize = 16;
 
-/// Most entries of a list, 12 bytes each: under a MiB.
+/// Most entries of a list, 12 bytes each, under a MiB; more only where the tiles of one head alone are more.
 const MOST_ENTRIES: usize = 80_000;
 
 /// A tile of rows, as `OrderedTask` in `cuda/base/params.cuh`.

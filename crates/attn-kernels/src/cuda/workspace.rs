@@ -44,8 +44,8 @@ pub(crate) struct Prepared {
     pub(crate) threads: u32,
     pub(crate) blocks: u32,
     pub(crate) dynamic_smem: u32,
-    /// Rows of the boxes that tensor maps copy, where the kernel takes maps.
-    pub(crate) boxes: Option<Tile>,
+    /// The tile that tensor maps are made for, where the kernel takes maps.
+    pub(crate) map_tile: Option<Tile>,
     pub(crate) merge: Option<Merge>,
     pub(crate) params: ForwardParams,
     /// Bytes of partial outputs, which come before the partial LSEs.

@@ -70,7 +70,7 @@ impl Call {
     }
 }
 
-/// All but 4 GiB of the device's memory, which other tests may want.
+/// The device's memory in pieces of 4 GiB and more; what is left is for tests that run beside this one.
 fn pressure(stream: &CudaStream) -> Vec<DeviceBuffer> {
     let mut pieces = Vec::new();
     for shift in (32..=34).rev() {
