@@ -7,7 +7,7 @@
 //! | kernel | engine | family | q, o | k, v | head and value dims | rows a sequence | not |
 //! |---|---|---|---|---|---|---|---|
 //! | `cuda_decode` | cuda | decode | f16 bf16 | as q, or fp8 | multiples of 8 to 256 | at most 16 | |
-//! | `cuda_prefill_sm90a` | cuda | prefill | f16 bf16 | as q | multiples of 8 to 256 | any | block mask, fp8, pages of no multiple of 8 rows |
+//! | `cuda_prefill_sm90a` | cuda | prefill | f16 bf16 | as q | multiples of 8 to 256 | any | fp8, pages of no multiple of 8 rows |
 //! | `cuda_prefill` | cuda | prefill | f16 bf16 | as q, or fp8 | multiples of 8 to 256 | any | |
 //! | `cuda_naive` | cuda | general | f32 f16 bf16 | as q, or fp8 | any | any | |
 //! | `cpu_decode` | cpu | decode | f32 f16 bf16 | as q, or fp8 | any | at most 16 | |
@@ -78,7 +78,6 @@ const CATALOG: &[KernelDesc] = &[
         min_compute: Some((9, 0)),
         max_compute: Some((9, 0)),
         features: FORWARD
-            .without(Feature::BlockMask)
             .without(Feature::Fp8Cache)
             .without(Feature::UnalignedPages)
             .without(Feature::OddPages),

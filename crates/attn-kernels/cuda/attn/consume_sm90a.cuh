@@ -128,11 +128,13 @@ struct Consumer {
     return {unit.full.lo, min_of(unit.full.hi, unit.keys.hi)};
   }
 
-  // Does to the scores of the tile of keys that starts at `first` what options, band and length want.
-  __device__ void settle(const Unit& unit, Keys all, i32 first) {
+  // Does to the scores of the tile of keys that starts at `first` what options, masks, band and length want. `is_cut`: the
+  // block mask hides some of it.
+  __device__ void settle(const Unit& unit, Keys all, i32 first, bool is_cut) {
     const bool is_clear = first >= all.lo && first + config::BLOCK_N <= all.hi;
     // What is hidden must not decide how the rest is computed.
-    const bool is_own = is_clear && unit.bottom - unit.top == config::BLOCK_M - 1;
+    const bool is_own =
+        is_clear && !is_cut && unit.bottom - unit.top == config::BLOCK_M - 1;
     if constexpr (config::IS_CAPPED) cap_scores(p, is_own, scores);
     if constexpr (config::IS_GENERAL) {
       scale_scores(p, is_own, scores);
@@ -141,6 +143,15 @@ struct Consumer {
         for (int half = 0; half < 2; ++half) {
           apply_options(p, unit, unit.position(p, row() + half * 8), first,
                         i32(threadIdx.x) % 4 * 2, half, scores);
+        }
+      }
+    }
+    if constexpr (config::IS_BLOCKED) {
+      if (is_cut) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          hide_blocks(p, unit, unit.position(p, row() + half * 8), first,
+                      i32(threadIdx.x) % 4 * 2, half, scores);
         }
       }
     }
@@ -188,9 +199,9 @@ struct Consumer {
   }
 
   // What is before the first key that a row sees, where tiles start with a box of a page.
-  __device__ void clear_before(const Unit& unit, u32 count) {
+  __device__ void clear_before(const Unit& unit, i32 first, u32 count) {
     if constexpr (config::IS_PAGED) {
-      clear_values(0, min_of(unit.band.lo(unit.top) - unit.keys.lo, config::BLOCK_N), count);
+      clear_values(0, min_of(unit.band.lo(unit.top) - first, config::BLOCK_N), count);
     }
   }
 
@@ -271,11 +282,11 @@ struct Consumer {
   }
 
   // The next unit that the producer hands out, or null. It stays where it is until it is given back.
-  __device__ const Unit* next() {
+  __device__ const Handed* next() {
     const Handed& handed = block.handed_of(order);
     wait(block.handed_full_of(order), order / HANDED_SLOTS & 1);
     ++order;
-    return one_of_warp(handed.is_unit) ? &handed.unit : nullptr;
+    return one_of_warp(handed.is_unit) ? &handed : nullptr;
   }
 
   // Writes a unit's rows and gives it back: the last but one that was handed out, if only as the end.
@@ -284,16 +295,20 @@ struct Consumer {
     ptx::mbarrier_arrive(block.handed_empty_of(order - 2));
   }
 
-  __device__ static i32 tiles_of(const Unit& unit) { return one_of_warp(key_tiles(unit)); }
+  __device__ static i32 tiles_of(const Handed& handed) { return one_of_warp(key_tiles(handed)); }
 
-  // The first key of a unit's last tile, which is the first to be met.
-  __device__ static i32 last_tile(const Unit& unit) {
-    return unit.keys.lo + (tiles_of(unit) - 1) * config::BLOCK_N;
+  // The first key of the n-th tile of the unit that was handed out last, and whether the block mask cuts it.
+  __device__ i32 met(const Handed& handed, i32 n) const {
+    return one_of_warp(met_tile(handed, block.visits_of(order - 1), n));
+  }
+  __device__ bool is_cut(i32 n) const {
+    return config::IS_BLOCKED && one_of_warp(block.visits_of(order - 1)[n].is_cut());
   }
 
   // The first tile of a unit that follows nothing: its scores, with no products beside them.
-  __device__ void begin(const Unit& unit) {
-    const i32 first = last_tile(unit);
+  __device__ void begin(const Handed& handed) {
+    const Unit& unit = handed.unit;
+    const i32 first = met(handed, 0);
     block.queries.wait_full(units);
     block.keys.wait_full(taken);
     take_turn();
@@ -301,7 +316,7 @@ struct Consumer {
     give_turn();
     ptx::wgmma_wait_group<0>();
     release(block.keys.empty_of(taken));
-    settle(unit, seen_by_all(unit), first);
+    settle(unit, seen_by_all(unit), first, is_cut(0));
     float correction[2];
     weigh<false>(correction, 0);
     clear_past(unit, first, taken);
@@ -321,34 +336,41 @@ struct Consumer {
 
   // The tiles of a unit, from the last to the first; the scores of the last one are weights already. Leaves the values
   // of the first one to be met.
-  __device__ void attend(const Unit& unit) {
+  __device__ void attend(const Handed& handed) {
+    const Unit& unit = handed.unit;
     float correction[2];
-    i32 first = last_tile(unit);
+    i32 first = met(handed, 0);
     const Keys all = seen_by_all(unit);
+    const i32 tiles = tiles_of(handed);
 #pragma unroll 1
-    for (i32 tile = tiles_of(unit) - 1; tile > 0; --tile, ++taken) {
+    for (i32 n = 1; n < tiles; ++n, ++taken) {
       start_both();
-      first -= config::BLOCK_N;
-      settle(unit, all, first);
+      if constexpr (config::IS_BLOCKED) {
+        first = met(handed, n);
+      } else {
+        first -= config::BLOCK_N;
+      }
+      settle(unit, all, first, is_cut(n));
       if (weigh<true>(correction, block.values.empty_of(taken))) rescale(correction);
     }
     release(block.queries.empty_of(units));
     ++units;
-    clear_before(unit, taken);
+    clear_before(unit, first, taken);
   }
 
   // From the last values of a unit to the first scores of the next one, which run beside them, so that the boundary
   // between units is as busy as their middle.
-  __device__ void join(const Unit& unit, const Unit& next) {
-    const i32 first = last_tile(next);
+  __device__ void join(const Handed& handed, const Handed& following) {
+    const Unit& next = following.unit;
+    const i32 first = met(following, 0);
     block.queries.wait_full(units);
     start_both();
-    settle(next, seen_by_all(next), first);
+    settle(next, seen_by_all(next), first, is_cut(0));
     const Ends ends{{max[0], max[1]}, {sum[0], sum[1]}};
     reset_rows();
     float correction[2];
     weigh<true>(correction, block.values.empty_of(taken));
-    finish(unit, ends);
+    finish(handed.unit, ends);
     clear_output();
     ++taken;
     clear_past(next, first, taken);
@@ -366,18 +388,18 @@ struct Consumer {
 
   // All units that the producer hands out; a block has one at least.
   __device__ void run() {
-    const Unit* unit = next();
+    const Handed* handed = next();
     clear_output();
     reset_rows();
-    begin(*unit);
+    begin(*handed);
     for (;;) {
-      attend(*unit);
-      const Unit* following = next();
+      attend(*handed);
+      const Handed* following = next();
       if (following == nullptr) break;
-      join(*unit, *following);
-      unit = following;
+      join(*handed, *following);
+      handed = following;
     }
-    end(*unit);
+    end(handed->unit);
   }
 
   // Divides the rows and writes them, padding included.

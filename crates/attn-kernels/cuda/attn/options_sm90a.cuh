@@ -103,4 +103,26 @@ __device__ void apply_options(const ForwardParams& p, const Unit& unit, i32 posi
   }
 }
 
+// Hides what the block mask hides of the row at `position`; arguments as above.
+template <int SCORES>
+__device__ void hide_blocks(const ForwardParams& p, const Unit& unit, i32 position, i32 first,
+                            i32 column, int half, float (&scores)[SCORES]) {
+  if (position >= unit.sequence.q_len) return;
+  const Keys seen = unit.keys_at(position);
+  const Pairs& map = p.block_mask;
+  const u8* blocks = static_cast<const u8*>(map.data) + unit.sequence.index * map.sequence +
+                     unit.head * map.head + i64(p.block_q.divide(u32(position))) * map.row;
+#pragma unroll
+  for (int j = 0; j < SCORES / 4; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const i32 key = first + column + j * 8 + e;
+      if (key < seen.lo || key >= seen.hi) continue;
+      if (blocks[i64(p.block_kv.divide(u32(key))) * map.key] == 0) {
+        scores[j * 4 + half * 2 + e] = NEG_INF;
+      }
+    }
+  }
+}
+
 }  // namespace attn

@@ -10,6 +10,7 @@
 
 #pragma once
 
+#include "attn/block_mask.cuh"
 #include "attn/ring_sm90a.cuh"
 #include "attn/schedule.cuh"
 #include "ptx/shared.cuh"
@@ -23,9 +24,17 @@ struct Maps {
   const ptx::TensorMap* v;
 };
 
-// Tiles of keys that a unit meets: one, all hidden, where it has none, so that all units go one way.
-__device__ inline i32 key_tiles(const Unit& unit) {
-  return max_of(ceil_div(unit.keys.hi - unit.keys.lo, config::BLOCK_N), 1);
+// Tiles of keys that a unit meets: one, all hidden, where it sees no key, so that all units go one way.
+__device__ inline i32 key_tiles(const Handed& handed) {
+  const Keys& keys = handed.unit.keys;
+  const i32 tiles = config::IS_BLOCKED ? handed.visits : ceil_div(keys.hi - keys.lo, config::BLOCK_N);
+  return max_of(tiles, 1);
+}
+
+// The first key of the n-th tile that a unit meets, counted from the last one.
+__device__ inline i32 met_tile(const Handed& handed, const Visit* visits, i32 n) {
+  const i32 tile = config::IS_BLOCKED ? visits[n].tile() : key_tiles(handed) - 1 - n;
+  return handed.unit.keys.lo + tile * config::BLOCK_N;
 }
 
 // Asks for a box of ROWS rows from `row` on, 64 columns at a time, in a tile of TILE_ROWS rows; one thread.
@@ -98,6 +107,28 @@ __device__ void copy_tile(u32 to, const ptx::TensorMap* map, i32 head, const Box
   }
 }
 
+// Lists the tiles of a unit that the block mask lets some row see, from the last to the first. All lanes of one warp.
+__device__ inline i32 list_visits(const ForwardParams& p, const Unit& unit, i32 tiles,
+                                  Visit* visits) {
+  const i32 lane = i32(threadIdx.x) % WARP;
+  i32 count = 0;
+  for (i32 last = tiles - 1; last >= 0; last -= WARP) {
+    const i32 tile = last - lane;
+    bool any = false;
+    bool all = true;
+    if (tile >= 0) {
+      const i32 first = unit.keys.lo + tile * config::BLOCK_N;
+      look_at_blocks(p, unit, first, min_of(first + config::BLOCK_N, unit.keys.hi), any, all);
+    }
+    const u32 seen = __ballot_sync(~0u, any);
+    if (any) {
+      visits[count + __popc(seen & ((1u << lane) - 1))] = {u16(u32(tile) | (all ? 0 : Visit::CUT))};
+    }
+    count += __popc(seen);
+  }
+  return count;
+}
+
 // Takes units and hands them out, to the copying warp as to the consumers. All lanes of one warp.
 //
 // A warp of its own: finding a unit takes as long as a tile's products, and copies must not wait for it.
@@ -118,6 +149,16 @@ __device__ inline void hand_out(const ForwardParams& p, const Block& block) {
       unit = unit_of<config::BLOCK_M, false>(p, scheduled_task(p, index));
       // Boxes do not cross pages.
       if constexpr (config::IS_PAGED) unit.keys.lo &= ~(config::BOX_ROWS - 1);
+      if constexpr (config::IS_BLOCKED) {
+        __syncwarp();
+        Visit* visits = block.visits_of(count);
+        handed.visits = list_visits(p, unit, ceil_div(unit.keys.hi - unit.keys.lo, config::BLOCK_N),
+                                    visits);
+        if (handed.visits == 0) {
+          visits[0] = {0};
+          unit.keys.hi = unit.keys.lo;
+        }
+      }
     }
     __syncwarp();
     ptx::mbarrier_arrive(block.handed_full_of(count));
@@ -153,8 +194,8 @@ __device__ inline void copy_tiles(const ForwardParams& p, const Maps& maps, cons
     const Unit& unit = handed.unit;
     const i32 kv_head = unit.kv_head;
     const Sequence& sequence = unit.sequence;
-    const i32 lo = unit.keys.lo;
-    const i32 tiles = key_tiles(unit);
+    const Visit* visits = block.visits_of(count);
+    const i32 tiles = key_tiles(handed);
     const auto copy_keys = [&](const Boxes& boxes) {
       block.keys.wait_empty(keys);
       copy_tile<HEAD_DIM>(block.keys.tile<KEY_BYTES>(keys), maps.k, kv_head, boxes,
@@ -175,12 +216,12 @@ __device__ inline void copy_tiles(const ForwardParams& p, const Maps& maps, cons
           block.queries.tile<QUERY_BYTES>(count), maps.q, unit.head,
           i32(sequence.q_first) + unit.first, p.flags & Q_PADDED ? sequence.index : 0, full);
     }
-    Boxes boxes = boxes_of(p, sequence, lo + (tiles - 1) * BLOCK_N);
+    Boxes boxes = boxes_of(p, sequence, met_tile(handed, visits, 0));
     copy_keys(boxes);
     if (leads && tiles <= LAST_TILES) ptx::mbarrier_arrive(block.wanted);
-    for (i32 tile = tiles - 1; tile > 0; --tile) {
-      if (leads && tile == LAST_TILES) ptx::mbarrier_arrive(block.wanted);
-      const Boxes next = boxes_of(p, sequence, lo + (tile - 1) * BLOCK_N);
+    for (i32 n = 1; n < tiles; ++n) {
+      if (leads && tiles - n == LAST_TILES) ptx::mbarrier_arrive(block.wanted);
+      const Boxes next = boxes_of(p, sequence, met_tile(handed, visits, n));
       copy_keys(next);
       copy_values(boxes);
       boxes = next;

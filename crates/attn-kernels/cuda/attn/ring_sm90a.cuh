@@ -3,7 +3,8 @@
 //
 // Shared memory, from a multiple of 1024: QUERY_STAGES query tiles [BLOCK_M, HEAD_DIM]; STAGES key tiles [BLOCK_N,
 // HEAD_DIM]; STAGES value tiles [BLOCK_N, VALUE_DIM]; barriers of 8 bytes: queries full, empty [QUERY_STAGES]; keys full,
-// empty [STAGES]; values full, empty [STAGES]; units full, empty [HANDED_SLOTS], wanted.
+// empty [STAGES]; values full, empty [STAGES]; units full, empty [HANDED_SLOTS], wanted; under a block mask visits of 2
+// bytes [HANDED_SLOTS, most_visits].
 // The full barrier of a tile has one arrival, the producer's, and counts bytes; its empty one has one of each consumer,
 // whose products read it. The barriers of a unit have one of each thread that writes or reads it.
 // Both walk the rings with a count of tiles, from which stage and parity follow.
@@ -68,6 +69,17 @@ struct Ring {
 struct Handed {
   Unit unit;
   bool is_unit;
+  i32 visits;  // under a block mask, tiles of keys that the unit visits
+};
+
+// A visit of a unit under a block mask: the tile's number, and whether some row does not see all of it.
+struct Visit {
+  u16 word;
+
+  static constexpr u32 CUT = 1 << 15;
+
+  __device__ i32 tile() const { return word & (CUT - 1); }
+  __device__ bool is_cut() const { return (word & CUT) != 0; }
 };
 
 // Units that may be handed out and not yet given back: short ones pass through quickly.
@@ -81,8 +93,12 @@ struct Block {
   u32 handed_empty;
   u32 wanted;  // the next unit
   Handed* handed;
+  Visit* visits;  // [HANDED_SLOTS, most_visits]
+  i32 most_visits;
 
-  __device__ Block(u32 memory, Handed* slots) : handed(slots) {
+  // `memory` and `generic`: the same place, as a shared and as a generic address.
+  __device__ Block(u32 memory, u8* generic, Handed* slots, i32 visits_of_unit)
+      : handed(slots), most_visits(visits_of_unit) {
     queries.tiles = memory;
     keys.tiles = queries.tiles + config::QUERY_STAGES * QUERY_BYTES;
     values.tiles = keys.tiles + config::STAGES * KEY_BYTES;
@@ -92,9 +108,13 @@ struct Block {
     handed_full = values.end();
     handed_empty = handed_full + HANDED_SLOTS * 8;
     wanted = handed_empty + HANDED_SLOTS * 8;
+    visits = reinterpret_cast<Visit*>(generic + (wanted + 8 - memory));
   }
 
   __device__ Handed& handed_of(u32 count) const { return handed[count % HANDED_SLOTS]; }
+  __device__ Visit* visits_of(u32 count) const {
+    return visits + count % HANDED_SLOTS * u32(most_visits);
+  }
   __device__ u32 handed_full_of(u32 count) const { return handed_full + count % HANDED_SLOTS * 8; }
   __device__ u32 handed_empty_of(u32 count) const {
     return handed_empty + count % HANDED_SLOTS * 8;

@@ -9,6 +9,7 @@
 
 #pragma once
 
+#include "attn/block_mask.cuh"
 #include "attn/unit.cuh"
 #include "base/config.cuh"
 
@@ -20,29 +21,6 @@ struct Visits {
   u32 seen[WORDS];
   u32 whole[WORDS];
 
-  // Whether rows top..=bottom of the unit's heads see any, and all, keys of first..end, by the
-  // block mask.
-  __device__ static void look(const ForwardParams& p, const Unit& unit, i32 first, i32 end,
-                              bool& any, bool& all) {
-    const Pairs& map = p.block_mask;
-    // One head speaks for all where the map does not tell them apart.
-    const i32 heads = map.head == 0 ? 1 : i32(p.pack.value);
-    const i32 row_end = i32(p.block_q.divide(u32(unit.bottom)));
-    const i32 key_end = i32(p.block_kv.divide(u32(end - 1)));
-    any = false;
-    all = true;
-    for (i32 head = unit.head; head < unit.head + heads; ++head) {
-      for (i32 row = i32(p.block_q.divide(u32(unit.top))); row <= row_end; ++row) {
-        for (i32 key = i32(p.block_kv.divide(u32(first))); key <= key_end; ++key) {
-          const bool keeps = pair_at<u8>(map, unit.sequence.index, head, row, key) != 0;
-          any |= keeps;
-          all &= keeps;
-        }
-        if (any && !all) return;
-      }
-    }
-  }
-
   __device__ void fill(const ForwardParams& p, const Unit& unit, i32 tiles) {
     const i32 lane = i32(threadIdx.x) % WARP;
     const i32 words = min_of(ceil_div(tiles, 32), WORDS);
@@ -52,7 +30,7 @@ struct Visits {
       bool all = true;
       if (tile < tiles) {
         const i32 first = unit.keys.lo + tile * config::BLOCK_N;
-        look(p, unit, first, min_of(first + config::BLOCK_N, unit.keys.hi), any, all);
+        look_at_blocks(p, unit, first, min_of(first + config::BLOCK_N, unit.keys.hi), any, all);
       }
       const u32 seen_bits = __ballot_sync(~0u, any);
       const u32 whole_bits = __ballot_sync(~0u, all);

@@ -9,8 +9,8 @@
 #if !defined(ATTN_DTYPE) || !defined(ATTN_HEAD_DIM) || !defined(ATTN_VALUE_DIM)
 #error "ATTN_DTYPE, ATTN_HEAD_DIM and ATTN_VALUE_DIM: expected the type and padded dimensions"
 #endif
-#if !defined(ATTN_GENERAL) || !defined(ATTN_PAGED) || !defined(ATTN_BOX_ROWS)
-#error "ATTN_GENERAL, ATTN_PAGED and ATTN_BOX_ROWS: expected the options and where keys are"
+#if !defined(ATTN_GENERAL) || !defined(ATTN_BLOCKED) || !defined(ATTN_PAGED) || !defined(ATTN_BOX_ROWS)
+#error "ATTN_GENERAL, ATTN_BLOCKED, ATTN_PAGED and ATTN_BOX_ROWS: expected the options and where keys are"
 #endif
 #if !defined(ATTN_CONSUMERS) || !defined(ATTN_BLOCK_N) || !defined(ATTN_STAGES) || \
     !defined(ATTN_QUERY_STAGES)
@@ -28,6 +28,8 @@ constexpr int VALUE_DIM = ATTN_VALUE_DIM;
 constexpr bool IS_GENERAL = ATTN_GENERAL == 1;
 constexpr bool IS_CAPPED = ATTN_GENERAL == 2;
 constexpr bool IS_PAGED = ATTN_PAGED != 0;
+// Under a block mask only the tiles that some row of a unit sees are met.
+constexpr bool IS_BLOCKED = ATTN_BLOCKED != 0;
 
 // A consumer is a warpgroup of 64 query rows; one more warpgroup, the producer, has the tiles copied.
 constexpr int WARPGROUP = 128;
@@ -47,8 +49,8 @@ constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
 // Registers of a thread: what the producer leaves is for the accumulators. A block is launched with 65536 over its
 // threads, in multiples of 8, and that many is all that its warpgroups can share.
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : IS_BLOCKED ? 56 : 40;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : IS_BLOCKED ? 224 : 232;
 static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
               (CONSUMERS + 1) * LAUNCH_REGISTERS);
 

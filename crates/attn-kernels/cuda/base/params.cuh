@@ -122,6 +122,8 @@ struct ForwardParams {
   const OrderedTask* order;
   i32 work;
   i32 section;
+  i32 most_visits;  // tiles of keys that a unit may visit under a block mask
+  i32 reserved;
 };
 
 // Bits of ForwardParams::flags.
@@ -183,7 +185,7 @@ struct CopyBlocksParams {
   i32 v_bytes;
 };
 
-static_assert(sizeof(ForwardParams) == 632 && sizeof(MergeStatesParams) == 208);
+static_assert(sizeof(ForwardParams) == 640 && sizeof(MergeStatesParams) == 208);
 static_assert(sizeof(AppendParams) == 288 && sizeof(CopyBlocksParams) == 104);
 
 }  // namespace attn

@@ -21,7 +21,8 @@ __device__ inline void prefill_sm90a(const ForwardParams& p, const Maps& maps) {
   __shared__ Handed handed[HANDED_SLOTS];
 
   const u32 start = static_cast<u32>(__cvta_generic_to_shared(memory));
-  const Block block((start + tile::SWIZZLE_BYTES - 1) & ~(tile::SWIZZLE_BYTES - 1), handed);
+  const u32 tiles = (start + tile::SWIZZLE_BYTES - 1) & ~(tile::SWIZZLE_BYTES - 1);
+  const Block block(tiles, memory + (tiles - start), handed, p.most_visits);
   if (threadIdx.x == 0) block.init();
   __syncthreads();
   if (threadIdx.x < WARPGROUP) {

@@ -78,7 +78,8 @@ pub(crate) fn hopper_tiles(problem: &Problem) -> &'static [Tile] {
     let is_short = problem.lengths().longest_q() < SHORT_ROWS && !problem.options().batch_invariant;
     let is_causal = problem.band().right.is_some();
     // The producer's pages and the consumers' options take registers that three consumers do not have.
-    let has_three = problem.cache_layout().is_none() && !is_general(problem);
+    let has_three =
+        problem.cache_layout().is_none() && hopper_options(problem) == Options::default();
     match (dim, value_dim) {
         (..=64, ..=64) if !has_three => &[HOPPER_ROWS_128],
         // Three consumers hide more of the softmax, which bounds narrow heads; but their rows waste more of a short
@@ -91,14 +92,30 @@ pub(crate) fn hopper_tiles(problem: &Problem) -> &'static [Tile] {
     }
 }
 
-/// The options of the scores as `cuda/base/config_sm90a.cuh` counts them: none, any, or a soft-cap alone.
-fn hopper_general(problem: &Problem) -> i64 {
+/// What an instance does to scores, as `cuda/base/config_sm90a.cuh` counts it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct Options {
+    /// Nothing but the band, any option, or a soft-cap alone.
+    general: i64,
+    is_blocked: bool,
+}
+
+fn hopper_options(problem: &Problem) -> Options {
     let has_others = problem.has_alibi() || problem.has_bias() || problem.has_mask();
     let is_plain_scale = PLAIN_SCALES.contains(&problem.scale());
-    match is_general(problem) {
-        false => 0,
-        true if problem.softcap().is_some() && !has_others && is_plain_scale => 2,
-        true => 1,
+    let general = match problem.softcap() {
+        None if !has_others && is_plain_scale => 0,
+        Some(_) if !has_others && is_plain_scale => 2,
+        _ => 1,
+    };
+    Options { general, is_blocked: problem.block_mask().is_some() }
+}
+
+/// Tiles of keys that a unit may visit under a block mask, in whole multiples of 8.
+pub(crate) fn hopper_visits(problem: &Problem, tile: Tile) -> usize {
+    match problem.block_mask() {
+        None => 0,
+        Some(_) => problem.lengths().longest_kv().div_ceil(tile.kv).max(1).next_multiple_of(8),
     }
 }
 
@@ -154,20 +171,23 @@ fn hopper_bytes(problem: &Problem, tile: Tile) -> usize {
     let (dim, value_dim) = (hopper_dim(problem.head_dim()), hopper_dim(problem.value_dim()));
     let HopperStages { keys, queries } = hopper_stages(dim, value_dim, tile);
     let barriers = 8 * (2 * queries + 4 * keys + 2 * HOPPER_HANDED + 1);
-    1024 + (queries * tile.q * dim + keys * tile.kv * (dim + value_dim)) * 2 + barriers
+    let visits = HOPPER_HANDED * hopper_visits(problem, tile) * 2;
+    1024 + (queries * tile.q * dim + keys * tile.kv * (dim + value_dim)) * 2 + barriers + visits
 }
 
 fn hopper(problem: &Problem, tile: Tile) -> Config {
     let int = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
     let (dim, value_dim) = (hopper_dim(problem.head_dim()), hopper_dim(problem.value_dim()));
     let (consumers, stages) = (tile.q / 64, hopper_stages(dim, value_dim, tile));
+    let options = hopper_options(problem);
     let spec = KernelSpec::new(
         Entry::PrefillSm90a,
         [
             ("dtype", code(problem.q_dtype())),
             ("head_dim", int(dim)),
             ("value_dim", int(value_dim)),
-            ("general", hopper_general(problem)),
+            ("general", options.general),
+            ("blocked", i64::from(options.is_blocked)),
             ("paged", i64::from(problem.cache_layout().is_some())),
             ("box_rows", int(hopper_box(problem, tile))),
             ("consumers", int(consumers)),

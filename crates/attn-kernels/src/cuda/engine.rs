@@ -227,6 +227,8 @@ impl CudaEngine {
             params.counter = table(Table::Counters);
             params.work = params::as_i32("units of work", lengths.blocks as usize)?;
             params.section = order.section;
+            let visits = config::hopper_visits(problem, config.tile);
+            params.most_visits = params::as_i32("visits", visits)?;
             if !order.entries.is_empty() {
                 params.order = memory.address() + prefixes.len() as u64;
             }

@@ -92,6 +92,8 @@ pub(crate) fn template(problem: &Problem, pack: u32, split: Split) -> ForwardPar
         order: 0,
         work: 0,
         section: 1,
+        most_visits: 0,
+        reserved: 0,
     }
 }
 

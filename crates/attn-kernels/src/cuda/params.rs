@@ -141,6 +141,8 @@ pub(crate) struct ForwardParams {
     pub(crate) order: Address,
     pub(crate) work: i32,
     pub(crate) section: i32,
+    pub(crate) most_visits: i32,
+    pub(crate) reserved: i32,
 }
 
 /// The union of two attention states.
@@ -221,7 +223,7 @@ mod tests {
 
     #[test]
     fn params_have_the_sizes_that_the_device_asserts() {
-        assert_eq!(size_of::<ForwardParams>(), 632);
+        assert_eq!(size_of::<ForwardParams>(), 640);
         assert_eq!(size_of::<MergeStatesParams>(), 208);
         assert_eq!(size_of::<AppendParams>(), 288);
         assert_eq!(size_of::<CopyBlocksParams>(), 104);
