@@ -26,6 +26,7 @@ mod engine;
 mod event;
 mod forward;
 mod lengths;
+mod map_cache;
 mod maps;
 mod merge;
 mod order;

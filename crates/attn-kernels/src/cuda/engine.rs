@@ -20,7 +20,7 @@ use super::lengths::{Division, Lengths, Table};
 use super::maps;
 use super::order::Order;
 use super::params::{self, Divisor};
-use super::workspace::{Key, Merge, Prepared, Workspace};
+use super::workspace::{Key, Merge, Prepared, Ready, Workspace};
 use super::{config, forward};
 use crate::catalog::catalog;
 use crate::error::Error;
@@ -178,9 +178,19 @@ impl CudaEngine {
         stream: &Arc<CudaStream>,
     ) -> Result<(), Error> {
         check_context(&self.context, stream.context())?;
+        self.prepared(plan, workspace, stream).map(|_| ())
+    }
+
+    /// Prepares a plan unless it is, and answers where it is in the workspace.
+    fn prepared(
+        &self,
+        plan: &Plan,
+        workspace: &mut Workspace,
+        stream: &Arc<CudaStream>,
+    ) -> Result<usize, Error> {
         workspace.check_stream(stream)?;
-        if workspace.find(plan).is_some() {
-            return Ok(());
+        if let Some(at) = workspace.find(plan) {
+            return Ok(at);
         }
         check_plan(plan, &self.caps)?;
         if launch::is_capturing(stream)? {
@@ -271,8 +281,7 @@ impl CudaEngine {
             workspace.forget(&memory);
             return Err(error);
         }
-        workspace.insert(stream, prepared, partials);
-        Ok(())
+        Ok(workspace.insert(stream, prepared, partials))
     }
 
     /// Runs a forward plan in stream order. Padding rows are written too: 0, and -inf for the LSE.
@@ -299,56 +308,10 @@ impl CudaEngine {
             if plan.family != Family::General {
                 forward::check_alignment(inputs, outputs)?;
             }
-            self.prepare(plan, workspace, stream)?;
-            return self.launch_forward(plan, inputs, outputs, workspace, stream);
+            let at = self.prepared(plan, workspace, stream)?;
+            return launch_forward(&plan.problem, inputs, outputs, workspace.ready(at), stream);
         }
         check_plan(plan, &self.caps)
-    }
-
-    fn launch_forward(
-        &self,
-        plan: &Plan,
-        inputs: &Inputs<'_>,
-        outputs: &Outputs<'_>,
-        workspace: &mut Workspace,
-        stream: &CudaStream,
-    ) -> Result<(), Error> {
-        let Some((prepared, partials)) = workspace.find(plan) else {
-            let got = plan.kernel.to_owned();
-            return Err(Error::Workspace { expected: "a prepared plan", got });
-        };
-        let mut params = prepared.params;
-        forward::fill(&mut params, &plan.problem, inputs, outputs)?;
-        if let Some(partials) = partials {
-            params.partial_o = partials.address();
-            params.partial_lse = partials.address() + prepared.partial_outputs;
-        }
-        let functions = [Some(&prepared.function), prepared.merge.as_ref().map(|m| &m.function)];
-        let own = [Some(&prepared.lengths), partials];
-        let memory = || inputs.memory().chain(outputs.memory());
-        Captures::shared().hold(
-            functions.into_iter().flatten(),
-            own.into_iter().flatten(),
-            memory(),
-        );
-        let forward = Launch {
-            dynamic_smem: prepared.dynamic_smem,
-            ..Launch::new(&prepared.function, prepared.blocks, prepared.threads)
-        };
-        let shaped = |error| with_shape(error, &plan.problem);
-        match prepared.map_tile {
-            None => forward.run(stream, &params, &[]),
-            Some(tile) => {
-                forward.run(stream, &params, &maps::forward(&plan.problem, inputs, tile)?)
-            }
-        }
-        .map_err(shaped)?;
-        if let Some(merge) = &prepared.merge {
-            params.unit_starts = merge.row_starts;
-            let merge = Launch::new(&merge.function, merge.blocks, merge.threads);
-            merge.run(stream, &params, &[]).map_err(shaped)?;
-        }
-        Ok(())
     }
 
     /// Captures what `work` launches on `stream`, without running it.
@@ -394,6 +357,43 @@ impl CudaEngine {
         }
         self.modules.function(spec, 0)
     }
+}
+
+/// Launches a prepared plan of a problem that the tensors were checked against.
+fn launch_forward(
+    problem: &Problem,
+    inputs: &Inputs<'_>,
+    outputs: &Outputs<'_>,
+    ready: Ready<'_>,
+    stream: &CudaStream,
+) -> Result<(), Error> {
+    let Ready { prepared, partials, maps: caches } = ready;
+    let mut params = prepared.params;
+    forward::fill(&mut params, problem, inputs, outputs)?;
+    if let Some(partials) = partials {
+        params.partial_o = partials.address();
+        params.partial_lse = partials.address() + prepared.partial_outputs;
+    }
+    let functions = [Some(&prepared.function), prepared.merge.as_ref().map(|m| &m.function)];
+    let own = [Some(&prepared.lengths), partials];
+    let memory = || inputs.memory().chain(outputs.memory());
+    Captures::shared().hold(functions.into_iter().flatten(), own.into_iter().flatten(), memory());
+    let forward = Launch {
+        dynamic_smem: prepared.dynamic_smem,
+        ..Launch::new(&prepared.function, prepared.blocks, prepared.threads)
+    };
+    let shaped = |error| with_shape(error, problem);
+    match prepared.map_tile {
+        None => forward.run(stream, &params, &[]),
+        Some(tile) => forward.run(stream, &params, &maps::forward(caches, problem, inputs, tile)?),
+    }
+    .map_err(shaped)?;
+    if let Some(merge) = &prepared.merge {
+        params.unit_starts = merge.row_starts;
+        let merge = Launch::new(&merge.function, merge.blocks, merge.threads);
+        merge.run(stream, &params, &[]).map_err(shaped)?;
+    }
+    Ok(())
 }
 
 /// The kernel instances that runs of a plan launch, for a store to have them ready

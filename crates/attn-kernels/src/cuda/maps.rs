@@ -1,13 +1,15 @@
 //! The tensor maps of a forward launch: how the copy engine finds tiles of queries, keys and values.
 //!
 //! The invariant: every map has the four axes that the kernels' coordinates name, sequence, row, head and element,
-//! whatever the arrangement; a packed tensor is one sequence, and a cache has pages in their place. Making them costs a microsecond of the host and needs the
-//! addresses, so that they are made for every launch.
+//! whatever the arrangement; a packed tensor is one sequence, and a cache has pages in their place. Encoding one
+//! costs a microsecond of the host and needs the address, which a plan does not know: a workspace keeps those that its
+//! launches used.
 
 use attn_core::{CacheLayout, PageOrder, Problem, Strided, Tile};
 
 use super::call::{Inputs, KvTensors};
 use super::config;
+use super::map_cache::{Boxed, MapCache};
 use super::params::as_i32;
 use super::tensor::DeviceTensor;
 use super::tensor_map::{Swizzle, TensorMap};
@@ -16,13 +18,22 @@ use crate::error::Error;
 /// Elements of a box along a row: 128 bytes, the span of the swizzle.
 const COLUMNS: u32 = 64;
 
+/// The maps that launches used, of each operand for itself: layers share queries and have keys of their own, or the reverse.
+#[derive(Debug, Default)]
+pub(crate) struct Caches {
+    q: MapCache,
+    k: MapCache,
+    v: MapCache,
+}
+
 /// Maps of q, k and v for boxes of a tile's rows.
 pub(crate) fn forward<'a>(
+    caches: &mut Caches,
     problem: &Problem,
     inputs: &Inputs<'a>,
     tile: Tile,
 ) -> Result<[TensorMap<'a>; 3], Error> {
-    let q = rows("q", &inputs.q, tile.q)?;
+    let q = rows(&mut caches.q, "q", &inputs.q, tile.q)?;
     let (k, v, axis) = match &inputs.kv {
         KvTensors::Dense { k, v } => (k, v, None),
         KvTensors::Paged { k_cache, v_cache, .. } => (k_cache, v_cache, Some(page_axes(problem))),
@@ -30,15 +41,16 @@ pub(crate) fn forward<'a>(
     // No map of nothing can be made, and a unit without keys has one tile of them copied all the same, whose scores are
     // hidden and whose values are cleared: queries do.
     if k.layout().is_empty() || v.layout().is_empty() {
-        let stand_in = rows("q", &inputs.q, config::hopper_box(problem, tile))?;
+        let boxes = config::hopper_box(problem, tile);
+        let stand_in = rows(&mut caches.k, "q", &inputs.q, boxes)?;
         return Ok([q, stand_in, stand_in]);
     }
     let boxes = config::hopper_box(problem, tile);
-    let map = |field, tensor| match axis {
-        None => rows(field, tensor, boxes),
-        Some(order) => pages(field, tensor, order, boxes),
+    let map = |cache, field, tensor| match axis {
+        None => rows(cache, field, tensor, boxes),
+        Some(order) => pages(cache, field, tensor, order, boxes),
     };
-    Ok([q, map("k", k)?, map("v", v)?])
+    Ok([q, map(&mut caches.k, "k", k)?, map(&mut caches.v, "v", v)?])
 }
 
 /// Which axes of a cache are slot and head.
@@ -48,50 +60,65 @@ fn page_axes(problem: &Problem) -> PageOrder {
 
 /// The map of a cache, `[pages, slots, heads, dim]` or `[pages, heads, slots, dim]`: pages where sequences are otherwise.
 fn pages<'a>(
+    cache: &mut MapCache,
     field: &'static str,
     tensor: &DeviceTensor<'a>,
     order: PageOrder,
     rows: usize,
 ) -> Result<TensorMap<'a>, Error> {
-    let mut layout = four_axes(field, tensor.layout())?;
+    let mut boxed = four_axes(tensor, rows);
     if order == PageOrder::Hnd {
-        let axes = [0, 2, 1, 3];
-        let shape = axes.map(|axis| layout.shape()[axis]);
-        let strides = axes.map(|axis| layout.strides()[axis]);
-        layout = Strided::new(field, &shape, &strides, layout.offset())?;
+        boxed.shape.swap(1, 2);
+        boxed.strides.swap(1, 2);
     }
-    boxed(field, tensor, &layout, rows)
+    map(cache, field, tensor, &boxed)
 }
 
 /// The map of a tensor `[rows, heads, dim]` or `[sequences, rows, heads, dim]`.
 fn rows<'a>(
+    cache: &mut MapCache,
     field: &'static str,
     tensor: &DeviceTensor<'a>,
     rows: usize,
 ) -> Result<TensorMap<'a>, Error> {
-    boxed(field, tensor, &four_axes(field, tensor.layout())?, rows)
+    map(cache, field, tensor, &four_axes(tensor, rows))
 }
 
-fn boxed<'a>(
+fn map<'a>(
+    cache: &mut MapCache,
     field: &'static str,
     tensor: &DeviceTensor<'a>,
-    layout: &Strided,
-    rows: usize,
+    boxed: &Boxed,
 ) -> Result<TensorMap<'a>, Error> {
-    if let Some((&stride, _)) =
-        layout.strides().iter().zip(layout.shape()).find(|(stride, _)| **stride < 0)
-    {
+    let map = cache.map(boxed, || Ok(*encode(field, tensor, boxed)?.raw()))?;
+    Ok(TensorMap::again(map, tensor))
+}
+
+fn encode<'a>(
+    field: &'static str,
+    tensor: &DeviceTensor<'a>,
+    boxed: &Boxed,
+) -> Result<TensorMap<'a>, Error> {
+    let Boxed { shape, strides, rows, .. } = boxed;
+    if let Some(stride) = strides.iter().find(|stride| **stride < 0) {
         let expected = "strides that are not negative (others: disable cuda_prefill_sm90a, cuda_prefill takes them)";
         return Err(attn_core::Error::layout(field, expected, stride).into());
     }
     // Coordinates are 32-bit.
-    as_i32(field, layout.shape()[0])?;
-    as_i32(field, layout.shape()[1])?;
-    let extents = [1, as_i32(field, rows)?.unsigned_abs(), 1, COLUMNS];
-    TensorMap::tiled(field, tensor.memory(), tensor.dtype(), layout, &extents, Swizzle::Bytes128)
+    as_i32(field, shape[0])?;
+    as_i32(field, shape[1])?;
+    let extents = [1, as_i32(field, *rows)?.unsigned_abs(), 1, COLUMNS];
+    let layout = Strided::new(field, shape, strides, tensor.layout().offset())?;
+    TensorMap::tiled(field, tensor.memory(), tensor.dtype(), &layout, &extents, Swizzle::Bytes128)
 }
 
-fn four_axes(field: &'static str, layout: &Strided) -> Result<Strided, Error> {
+/// A tensor of up to four axes, the missing ones of one extent.
+fn four_axes(tensor: &DeviceTensor<'_>, rows: usize) -> Boxed {
+    let (shape, strides) = padded_axes(tensor.layout());
+    Boxed { address: tensor.address(), shape, strides, rows, dtype: tensor.dtype() }
+}
+
+fn padded_axes(layout: &Strided) -> ([usize; 4], [i64; 4]) {
     let (mut shape, mut strides) = ([1usize; 4], [0i64; 4]);
     let missing = 4usize.saturating_sub(layout.shape().len());
     for (axis, (&extent, &stride)) in layout.shape().iter().zip(layout.strides()).enumerate() {
@@ -105,7 +132,7 @@ fn four_axes(field: &'static str, layout: &Strided) -> Result<Strided, Error> {
     for (step, _) in strides[..3].iter_mut().zip(shape).filter(|(_, extent)| *extent == 1) {
         *step = i64::from(COLUMNS);
     }
-    Ok(Strided::new(field, &shape, &strides, layout.offset())?)
+    (shape, strides)
 }
 
 #[cfg(test)]
@@ -115,14 +142,12 @@ mod tests {
     #[test]
     fn packed_tensor_is_one_sequence() {
         let packed = Strided::contiguous("k", &[100, 8, 128]).expect("small");
-        let got = four_axes("k", &packed).expect("fits");
-        assert_eq!((got.shape(), got.strides()), (&[1, 100, 8, 128][..], &[64, 1024, 128, 1][..]));
+        assert_eq!(padded_axes(&packed), ([1, 100, 8, 128], [64, 1024, 128, 1]));
     }
 
     #[test]
     fn stride_that_is_never_taken_does_not_matter() {
         let single = Strided::new("k", &[2, 100, 1, 128], &[12_800, 128, 3, 1], 0).expect("ranks");
-        let got = four_axes("k", &single).expect("fits");
-        assert_eq!(got.strides(), [12_800, 128, 64, 1]);
+        assert_eq!(padded_axes(&single), ([2, 100, 1, 128], [12_800, 128, 64, 1]));
     }
 }

@@ -9,6 +9,7 @@ use std::marker::PhantomData;
 use attn_core::{DType, Strided};
 use cudarc::driver::sys;
 
+use super::tensor::DeviceTensor;
 use crate::error::Error;
 use crate::launch::{DeviceBuffer, DeviceMemory, encode_tiled};
 
@@ -80,6 +81,11 @@ impl<'a> TensorMap<'a> {
         }
         let map = encode_tiled(field, address, &tiled, element(dtype), swizzle.raw())?;
         Ok(Self { map, memory: PhantomData })
+    }
+
+    /// A map that was encoded for a tensor at the address of this one, which is borrowed from here on.
+    pub(crate) const fn again(map: sys::CUtensorMap, _: &DeviceTensor<'a>) -> Self {
+        Self { map, memory: PhantomData }
     }
 
     pub(crate) const fn raw(&self) -> &sys::CUtensorMap {

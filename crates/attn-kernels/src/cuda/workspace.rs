@@ -10,6 +10,7 @@ use std::sync::Arc;
 use attn_core::{Family, Plan, Problem, Split, Tile};
 use cudarc::driver::{CudaContext, CudaStream};
 
+use super::maps;
 use super::params::ForwardParams;
 use crate::error::Error;
 use crate::launch::{Allocation, check_context};
@@ -31,7 +32,18 @@ pub struct Workspace {
     stream: Option<Arc<CudaStream>>,
     partials: Option<Arc<Allocation>>,
     plans: Vec<Prepared>,
+    /// Of all plans, since a cache's pages stay where they are from one batch's lengths to the next.
+    maps: maps::Caches,
     clock: u64,
+}
+
+/// What a launch of a prepared plan uses.
+#[derive(Debug)]
+pub(crate) struct Ready<'w> {
+    pub(crate) prepared: &'w Prepared,
+    /// Memory for partial results.
+    pub(crate) partials: Option<&'w Arc<Allocation>>,
+    pub(crate) maps: &'w mut maps::Caches,
 }
 
 /// All of a plan's launches but their tensors.
@@ -107,7 +119,7 @@ impl Workspace {
     /// Whether a run of the plan needs nothing more.
     #[must_use]
     pub fn is_prepared(&self, plan: &Plan) -> bool {
-        self.plans.iter().any(|prepared| prepared.key.is(plan))
+        self.find(plan).is_some()
     }
 
     /// Writes `byte` over the memory for partial results, in stream order: what a run reads there it has written.
@@ -132,12 +144,16 @@ impl Workspace {
         Err(Error::Workspace { expected: "the stream it was prepared on", got })
     }
 
-    /// The launches of a plan, if it is prepared, and the memory for its partial results.
-    pub(crate) fn find(&mut self, plan: &Plan) -> Option<(&Prepared, Option<&Arc<Allocation>>)> {
-        let at = self.plans.iter().position(|prepared| prepared.key.is(plan))?;
+    /// Where a plan is, if it is prepared.
+    pub(crate) fn find(&self, plan: &Plan) -> Option<usize> {
+        self.plans.iter().position(|prepared| prepared.key.is(plan))
+    }
+
+    /// The launches of the plan at `at`, which count as used now.
+    pub(crate) fn ready(&mut self, at: usize) -> Ready<'_> {
         self.clock += 1;
         self.plans[at].used = self.clock;
-        Some((&self.plans[at], self.partials.as_ref()))
+        Ready { prepared: &self.plans[at], partials: self.partials.as_ref(), maps: &mut self.maps }
     }
 
     /// Memory for the lengths of one more plan: that of the least recently used one where it is large enough and
@@ -173,13 +189,13 @@ impl Workspace {
         }
     }
 
-    /// Takes in a plan whose lengths are on their way. Nothing here can fail.
+    /// Takes in a plan whose lengths are on their way, and answers where it is. Nothing here can fail.
     pub(crate) fn insert(
         &mut self,
         stream: &Arc<CudaStream>,
         mut prepared: Prepared,
         partials: Option<Arc<Allocation>>,
-    ) {
+    ) -> usize {
         self.stream.get_or_insert_with(|| Arc::clone(stream));
         if partials.is_some() {
             self.partials = partials;
@@ -190,8 +206,10 @@ impl Workspace {
             && let Some(oldest) = self.oldest()
         {
             self.plans[oldest] = prepared;
+            oldest
         } else {
             self.plans.push(prepared);
+            self.plans.len() - 1
         }
     }
 

@@ -30,6 +30,17 @@ struct Call {
 
 impl Call {
     fn new(engine: &CudaEngine, stream: &CudaStream, kernel: &str, dim: usize) -> Self {
+        Self::with_step(engine, stream, kernel, dim, 0.37)
+    }
+
+    /// With other queries for another `step`.
+    fn with_step(
+        engine: &CudaEngine,
+        stream: &CudaStream,
+        kernel: &str,
+        dim: usize,
+        step: f32,
+    ) -> Self {
         let (q_lens, kv_lens) = ([700, 1, 130, 0, 257], [900, 64, 130, 9, 1024]);
         let mut spec = ProblemSpec::new(DType::BF16, HEADS, KV_HEADS, dim, &q_lens, &kv_lens);
         spec.causal = true;
@@ -45,8 +56,8 @@ impl Call {
             dim,
             rows,
             keys,
-            q: upload(rows * HEADS * dim, 0.37),
-            k: upload(keys * KV_HEADS * dim, 0.71),
+            q: upload(rows * HEADS * dim, step),
+            k: upload(keys * KV_HEADS * dim, 0.34 + step),
             v: upload(keys * KV_HEADS * dim, 0.13),
             o: DeviceBuffer::zeroed(stream, rows * HEADS * dim * 2).expect("memory"),
             workspace: Workspace::new(),
@@ -81,14 +92,50 @@ fn pressure(stream: &CudaStream) -> Vec<DeviceBuffer> {
     pieces
 }
 
+fn hopper(name: &str) -> Option<CudaEngine> {
+    let engine = engine(name)?;
+    if engine.caps().cuda.is_some_and(|device| device.compute == (9, 0)) {
+        return Some(engine);
+    }
+    let _ = writeln!(std::io::stderr(), "{name}: skipped: the device is no Hopper");
+    None
+}
+
+/// A workspace keeps tensor maps by address: more sets of tensors than it keeps, and new tensors where freed ones lay.
+#[test]
+fn one_workspace_serves_each_set_of_tensors_its_own() {
+    let Some(engine) = hopper("one_workspace_serves_each_set_of_tensors_its_own") else { return };
+    let stream = engine.new_stream().expect("a stream");
+    let mut shared = Workspace::new();
+    for dim in [64, 128] {
+        let mut calls: Vec<_> = (0..140u8)
+            .map(|n| {
+                let step = 0.2 + f32::from(n) * 0.003;
+                Call::with_step(&engine, &stream, "cuda_prefill_sm90a", dim, step)
+            })
+            .collect();
+        let mut expected = Vec::new();
+        for call in &mut calls {
+            call.run(&engine, &stream).expect("a run");
+            expected.push(call.bits(&stream));
+        }
+        assert_ne!(expected[0], expected[1]);
+        for round in 0..2 {
+            for (n, call) in calls.iter_mut().enumerate() {
+                std::mem::swap(&mut call.workspace, &mut shared);
+                call.o.fill(&stream, 0xFF).expect("a fill");
+                call.run(&engine, &stream).expect("a run");
+                std::mem::swap(&mut call.workspace, &mut shared);
+                assert!(call.bits(&stream) == expected[n], "dim {dim}, set {n}, round {round}");
+            }
+        }
+    }
+}
+
 #[test]
 fn thousand_runs_give_equal_bits_beside_other_work() {
     let name = "thousand_runs_give_equal_bits_beside_other_work";
-    let Some(engine) = engine(name) else { return };
-    if engine.caps().cuda.is_none_or(|device| device.compute != (9, 0)) {
-        let _ = writeln!(std::io::stderr(), "{name}: skipped: the device is no Hopper");
-        return;
-    }
+    let Some(engine) = hopper(name) else { return };
     let stream = engine.new_stream().expect("a stream");
     let beside = engine.new_stream().expect("another");
     let mut calls =
