@@ -67,7 +67,6 @@ const CATALOG: &[KernelDesc] = &[
         max_query_rows: Some(16),
         tiles: crate::cuda::config::decode_tiles,
         shared_memory: crate::cuda::config::decode_smem,
-        workspace: crate::cuda::cost::decode,
         ..CUDA_PREFILL
     },
     #[cfg(feature = "cuda")]
@@ -99,6 +98,7 @@ const CATALOG: &[KernelDesc] = &[
         value_dims: DimRule::ANY,
         tiles: crate::cuda::config::naive_tiles,
         shared_memory: crate::cuda::config::naive_smem,
+        workspace: crate::cuda::cost::rows,
         ..CUDA_PREFILL
     },
     #[cfg(feature = "cpu")]
@@ -141,7 +141,7 @@ const CUDA_PREFILL: KernelDesc = KernelDesc {
     max_compute: None,
     tiles: crate::cuda::config::prefill_tiles,
     shared_memory: crate::cuda::config::prefill_smem,
-    workspace: crate::cuda::cost::tables,
+    workspace: crate::cuda::cost::tiles,
 };
 
 /// A row is copied in chunks of 16 bytes, and its accumulator has to fit the registers.

@@ -201,13 +201,12 @@ impl CudaEngine {
             });
         }
         let config = config::forward(plan)?;
-        let is_rows = config.spec.entry() == Entry::Naive;
-        let (division, split) = if is_rows {
+        let (tile, pack) = (config.tile.q, config.pack as usize);
+        let (division, split) = match config.spec.entry() {
             // A block walks all keys of its row, so that any split comes to the same.
-            (Division::Rows, Split::Whole)
-        } else {
-            let (tile, pack, split) = (config.tile.q, config.pack as usize, plan.split);
-            (Division::Tiles { tile, pack, split }, split)
+            Entry::Naive => (Division::Rows, Split::Whole),
+            Entry::PrefillSm90a => (Division::Ordered { tile }, Split::Whole),
+            _ => (Division::Tiles { tile, pack, split: plan.split }, plan.split),
         };
         let problem = &plan.problem;
         let lengths = Lengths::new(problem, division)?;
@@ -219,22 +218,23 @@ impl CudaEngine {
             None
         };
         let is_persistent = config.spec.entry() == Entry::PrefillSm90a;
-        let order = is_persistent.then(|| Order::new(problem, &lengths, config.tile.q));
+        let order = is_persistent.then(|| Order::new(problem, &lengths, tile));
         let entries = order.as_ref().map_or(&[][..], |order| &order.entries);
-        let prefixes: &[u8] = bytemuck::cast_slice(&lengths.tables);
+        let prefixes = lengths.upload();
+        let prefixes: &[u8] = bytemuck::cast_slice(&prefixes);
         let tables = [prefixes, bytemuck::cast_slice(entries)].concat();
         let partials = workspace.partials(&self.context, partial_bytes)?;
         let memory = workspace.lengths(&self.context, tables.len())?;
+        let counters = is_persistent.then(|| workspace.counters(stream)).transpose()?;
 
-        let batch = problem.lengths().batch();
-        let table = |table: Table| memory.address() + table.offset(batch);
+        let table = |table| lengths.offset(table).map_or(0, |at| memory.address() + at);
         let mut params = forward::template(problem, config.pack, split);
         params.q_starts = table(Table::Queries);
         params.kv_starts = table(Table::Keys);
         params.unit_starts = table(Table::Units);
         params.partial_starts = table(Table::Partials);
         if let Some(order) = &order {
-            params.counter = table(Table::Counters);
+            params.counter = counters.as_ref().map_or(0, |counters| counters.address());
             params.work = params::as_i32("units of work", lengths.blocks as usize)?;
             params.section = order.section;
             let visits = config::hopper_visits(problem, config.tile);
@@ -261,6 +261,7 @@ impl CudaEngine {
         let prepared = Prepared {
             key: Key::of(plan),
             lengths: Arc::clone(&memory),
+            counters,
             function,
             threads: config.threads,
             blocks: if is_persistent {
@@ -375,7 +376,7 @@ fn launch_forward(
         params.partial_lse = partials.address() + prepared.partial_outputs;
     }
     let functions = [Some(&prepared.function), prepared.merge.as_ref().map(|m| &m.function)];
-    let own = [Some(&prepared.lengths), partials];
+    let own = [Some(&prepared.lengths), prepared.counters.as_ref(), partials];
     let memory = || inputs.memory().chain(outputs.memory());
     Captures::shared().hold(functions.into_iter().flatten(), own.into_iter().flatten(), memory());
     let forward = Launch {

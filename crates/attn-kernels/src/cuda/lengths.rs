@@ -3,7 +3,8 @@
 //! The invariant: the host and the kernels divide alike (`cuda/attn/unit.cuh`, `split.cuh`): a unit is one
 //! tile of flat rows and one part of the keys for one block of heads. It is a function of the problem, the
 //! tile and the split alone, so that it is computed and uploaded once a plan. Computing it on the device would cost a
-//! launch, and the host would still need the size of the grid.
+//! launch, and the host would still need the size of the grid. Only what a kernel reads is uploaded: of equal sequences
+//! that are not split nothing is, for their lengths are parameters.
 
 use attn_core::{Arrangement, Problem, Split};
 
@@ -26,13 +27,37 @@ pub(crate) enum Division {
         /// Parts of the keys.
         split: Split,
     },
+    /// Tiles of `tile` rows of one head and all of its keys, which blocks take in an order of the host's
+    /// ([`super::order`]).
+    Ordered {
+        /// Rows of a tile.
+        tile: usize,
+    },
 }
 
-/// Prefix sums over the sequences, `batch + 1` entries each, one after the other in `tables`.
+impl Division {
+    /// The tables that the kernels read, in the order of their upload: the forward of equal sequences has their lengths
+    /// as parameters, but not where their partial results are; the merge has neither.
+    pub(crate) const fn tables(self, are_equal: bool, has_parts: bool) -> &'static [Table] {
+        use Table::{Keys, Partials, Queries, Rows, Units};
+        match self {
+            Self::Tiles { .. } | Self::Ordered { .. } if are_equal && !has_parts => &[],
+            Self::Tiles { .. } if are_equal => &[Queries, Keys, Partials, Rows],
+            Self::Tiles { .. } if has_parts => &[Queries, Keys, Units, Partials, Rows],
+            Self::Rows | Self::Tiles { .. } => &[Queries, Keys, Units],
+            // The list names sequences.
+            Self::Ordered { .. } => &[Queries, Keys],
+        }
+    }
+}
+
+/// Prefix sums over the sequences, `batch + 1` entries each, and what else follows from the division.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Lengths {
-    /// In the order of [`Table`].
-    pub(crate) tables: Vec<i64>,
+    /// All of them, one after the other, in the order of [`Table`].
+    tables: Vec<i64>,
+    /// Those that are uploaded.
+    read: &'static [Table],
     /// Rows that are written, padding included, over all sequences.
     pub(crate) rows: i64,
     /// Blocks of the forward's grid.
@@ -67,19 +92,11 @@ pub(crate) enum Table {
     Partials,
     /// Rows that are written.
     Rows,
-    /// No prefix sum: the counters of a kernel whose blocks take units as they go, 0 between launches. They fit the
-    /// first entry.
-    Counters,
 }
 
 impl Table {
     /// How many there are.
-    pub(crate) const COUNT: usize = 6;
-
-    /// The byte offset of a table in the upload.
-    pub(crate) const fn offset(self, batch: usize) -> u64 {
-        (self as usize * (batch + 1) * size_of::<i64>()) as u64
-    }
+    const COUNT: usize = 5;
 }
 
 impl Lengths {
@@ -102,6 +119,7 @@ impl Lengths {
         let (pack, tile, split) = match division {
             Division::Rows => (1, 1, Split::Whole),
             Division::Tiles { tile, pack, split } => (pack.max(1), tile.max(1), split),
+            Division::Ordered { tile } => (1, tile.max(1), Split::Whole),
         };
         let heads = problem.q_heads();
         let mut tables = vec![0i64; Table::COUNT * (batch + 1)];
@@ -145,7 +163,24 @@ impl Lengths {
             _ => return Err(too_many("blocks of the grid", most as usize, blocks)),
         };
         let uniform = if division == Division::Rows { None } else { uniform(problem, units) };
-        Ok(Self { tables, rows, blocks, partial_rows: partials, uniform })
+        let read = division.tables(uniform.is_some(), partials > 0);
+        Ok(Self { tables, read, rows, blocks, partial_rows: partials, uniform })
+    }
+
+    /// What is uploaded: the tables that kernels read, one after the other.
+    pub(crate) fn upload(&self) -> Vec<i64> {
+        self.read.iter().flat_map(|table| self.table(*table)).copied().collect()
+    }
+
+    /// Where a table begins in the upload, in bytes; `None` for one that no kernel reads.
+    pub(crate) fn offset(&self, table: Table) -> Option<u64> {
+        let before = self.read.iter().position(|read| *read == table)?;
+        Some((before * size_of_val(self.table(table))) as u64)
+    }
+
+    fn table(&self, table: Table) -> &[i64] {
+        let entries = self.tables.len() / Table::COUNT;
+        &self.tables[table as usize * entries..][..entries]
     }
 
     /// Bytes of f32 partial outputs and LSEs of `value_dim` elements.
@@ -170,15 +205,20 @@ pub(crate) fn parts(problem: &Problem, split: Split, sequence: usize) -> usize {
     split.parts(problem.band().rows(0..q_len, q_len, kv_len).len())
 }
 
+/// The rows and keys of every sequence, where all have as many.
+pub(crate) fn equal_lengths(problem: &Problem) -> Option<(usize, usize)> {
+    let lengths = problem.lengths();
+    let first = (lengths.batch() > 0).then(|| (lengths.q(0), lengths.kv(0)))?;
+    (1..lengths.batch()).all(|n| (lengths.q(n), lengths.kv(n)) == first).then_some(first)
+}
+
 /// What equal sequences have alike, `units` being those of all.
 fn uniform(problem: &Problem, units: i64) -> Option<Uniform> {
-    let lengths = problem.lengths();
-    let batch = lengths.batch();
-    let first = (batch > 0).then(|| (lengths.q(0), lengths.kv(0)))?;
-    let units = u32::try_from(units.checked_div(i64::try_from(batch).ok()?)?).ok()?;
-    let is_uniform = (1..batch).all(|n| (lengths.q(n), lengths.kv(n)) == first);
-    let (q_len, kv_len) = (i32::try_from(first.0).ok()?, i32::try_from(first.1).ok()?);
-    (is_uniform && units > 0).then_some(Uniform { units, q_len, kv_len })
+    let (q_len, kv_len) = equal_lengths(problem)?;
+    let batch = i64::try_from(problem.lengths().batch()).ok()?;
+    let units = u32::try_from(units.checked_div(batch)?).ok()?;
+    let (q_len, kv_len) = (i32::try_from(q_len).ok()?, i32::try_from(kv_len).ok()?);
+    Some(Uniform { units, q_len, kv_len })
 }
 
 fn product(factors: &[usize]) -> Result<i64, Error> {
@@ -205,8 +245,7 @@ mod tests {
     use super::*;
 
     fn table(lengths: &Lengths, table: Table) -> &[i64] {
-        let entries = lengths.tables.len() / Table::COUNT;
-        &lengths.tables[table as usize * entries..][..entries]
+        lengths.table(table)
     }
 
     fn spec(q_lens: &[usize], kv_lens: &[usize]) -> ProblemSpec {
@@ -261,6 +300,35 @@ mod tests {
         let rows = divide(padded, Division::Rows);
         assert_eq!(table(&rows, Table::Units), [0, 5, 10]);
         assert_eq!((rows.blocks, rows.partial_rows), (80, 0));
+    }
+
+    #[test]
+    fn only_tables_that_are_read_are_uploaded() {
+        use Table::{Keys, Partials, Queries, Rows, Units};
+        let (equal, unequal) = (spec(&[4, 4], &[64, 64]), spec(&[4, 5], &[64, 64]));
+        let ordered = Division::Ordered { tile: 16 };
+        let (whole, parts) = (tiles(16, 1, Split::Whole), tiles(16, 1, Split::Parts(2)));
+        for (spec, division, read) in [
+            (&equal, Division::Rows, &[Queries, Keys, Units][..]),
+            (&equal, ordered, &[]),
+            (&equal, whole, &[]),
+            (&equal, parts, &[Queries, Keys, Partials, Rows]),
+            (&unequal, Division::Rows, &[Queries, Keys, Units]),
+            (&unequal, ordered, &[Queries, Keys]),
+            (&unequal, whole, &[Queries, Keys, Units]),
+            (&unequal, parts, &[Queries, Keys, Units, Partials, Rows]),
+        ] {
+            let got = divide(spec.clone(), division);
+            let upload = got.upload();
+            assert_eq!(upload.len(), read.len() * 3, "{division:?}");
+            for (n, &one) in read.iter().enumerate() {
+                assert_eq!(got.offset(one), Some(n as u64 * 24), "{division:?} {one:?}");
+                assert_eq!(&upload[n * 3..][..3], got.table(one), "{division:?} {one:?}");
+            }
+            let all = [Queries, Keys, Units, Partials, Rows];
+            let absent = all.iter().filter(|table| !read.contains(table));
+            assert!(absent.into_iter().all(|&table| got.offset(table).is_none()));
+        }
     }
 
     #[test]

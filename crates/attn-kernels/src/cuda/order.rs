@@ -7,7 +7,7 @@
 use attn_core::{Bytes, Problem};
 use bytemuck::{Pod, Zeroable};
 
-use super::lengths::{Lengths, written_rows};
+use super::lengths::{Division, Lengths, equal_lengths, written_rows};
 
 /// Units of a section of short rows: about two for each multiprocessor of a large device. Their heads' keys and values
 /// pass through the cache once.
@@ -20,8 +20,11 @@ const LONG_SECTION: usize = 512;
 /// Tiles of a sequence from which on its rows are long.
 const LONG_TILES: usize = 16;
 
-/// Most entries of a list, 12 bytes each, under a MiB; more only where the tiles of one head alone are more.
-const MOST_ENTRIES: usize = 80_000;
+/// Most bytes of a list and the tables beside it; more only where the tiles of one head alone are more.
+const MOST_BYTES: usize = 1 << 20;
+
+/// Bytes of the counters that blocks take units by: the next unit, and the blocks that have ended.
+pub(crate) const COUNTER_BYTES: usize = 2 * size_of::<u32>();
 
 /// A tile of rows, as `OrderedTask` in `cuda/base/params.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
@@ -85,9 +88,7 @@ impl Order {
 
     /// Bytes of the list that a problem takes; nothing where all sequences are equal.
     pub(crate) fn bytes(problem: &Problem, tile: usize) -> Bytes {
-        let lengths = problem.lengths();
-        let first = (lengths.batch() > 0).then(|| (lengths.q(0), lengths.kv(0)));
-        if (0..lengths.batch()).all(|n| Some((lengths.q(n), lengths.kv(n))) == first) {
+        if equal_lengths(problem).is_some() {
             return Bytes::ZERO;
         }
         let sections = problem.q_heads() / list_section(problem, tile).max(1);
@@ -117,7 +118,10 @@ fn all_tiles(problem: &Problem, tile: usize) -> usize {
 fn list_section(problem: &Problem, tile: usize) -> usize {
     let (heads, tiles) = (problem.q_heads(), all_tiles(problem, tile).max(1));
     let near = divisor_near(heads, LONG_SECTION, tiles);
-    let fits = |section: &usize| (heads / section).saturating_mul(tiles) <= MOST_ENTRIES;
+    let tables = Division::Ordered { tile }.tables(false, false).len() * size_of::<i64>();
+    let tables = tables.saturating_mul(problem.lengths().batch() + 1);
+    let most = MOST_BYTES.saturating_sub(tables) / size_of::<Entry>();
+    let fits = |section: &usize| (heads / section).saturating_mul(tiles) <= most;
     (near..=heads).find(|n| heads.is_multiple_of(*n) && fits(n)).unwrap_or(heads)
 }
 
@@ -131,14 +135,13 @@ fn divisor_near(total: usize, units: usize, each: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use attn_core::{DType, ProblemSpec, Split};
+    use attn_core::{DType, ProblemSpec};
 
-    use super::super::lengths::Division;
     use super::*;
 
     fn order(spec: ProblemSpec, tile: usize) -> Order {
         let problem = Problem::new(spec).expect("valid");
-        let division = Division::Tiles { tile, pack: 1, split: Split::Whole };
+        let division = Division::Ordered { tile };
         let lengths = Lengths::new(&problem, division).expect("small");
         let order = Order::new(&problem, &lengths, tile);
         let bytes = order.entries.len() * size_of::<Entry>();
@@ -192,7 +195,8 @@ mod tests {
         let mut uneven = huge;
         uneven.push(1);
         let got = order(causal(&uneven, &uneven), 128);
-        assert!(got.entries.len() <= MOST_ENTRIES);
+        let tables = 2 * size_of::<i64>() * (uneven.len() + 1);
+        assert!(tables + got.entries.len() * size_of::<Entry>() <= MOST_BYTES);
     }
 
     #[test]

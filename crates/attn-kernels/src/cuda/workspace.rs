@@ -2,8 +2,8 @@
 //!
 //! The invariant: a run of a prepared plan neither allocates nor copies, and preparing one leaves everything
 //! as it was when it fails. Lengths of several plans are kept, for a model's layers alternate between a few; the
-//! least recently used are replaced in place. In place only where no graph holds them: a graph's
-//! lengths must stay those it was captured with, since its tensors do.
+//! memory of the least recently used serves the next that needs some, since freeing it would wait for the device. It does
+//! so only where no graph holds it: a graph's lengths must stay those it was captured with, since its tensors do.
 
 use std::sync::Arc;
 
@@ -11,6 +11,7 @@ use attn_core::{Family, Plan, Problem, Split, Tile};
 use cudarc::driver::{CudaContext, CudaStream};
 
 use super::maps;
+use super::order::COUNTER_BYTES;
 use super::params::ForwardParams;
 use crate::error::Error;
 use crate::launch::{Allocation, check_context};
@@ -31,7 +32,11 @@ const MAX_PLANS: usize = 8;
 pub struct Workspace {
     stream: Option<Arc<CudaStream>>,
     partials: Option<Arc<Allocation>>,
+    /// What blocks take units by: 0 between launches, of which one stream runs one at a time.
+    counters: Option<Arc<Allocation>>,
     plans: Vec<Prepared>,
+    /// Memory for lengths, of plans that made room for others.
+    spare: Vec<Arc<Allocation>>,
     /// Of all plans, since a cache's pages stay where they are from one batch's lengths to the next.
     maps: maps::Caches,
     clock: u64,
@@ -50,8 +55,10 @@ pub(crate) struct Ready<'w> {
 #[derive(Debug)]
 pub(crate) struct Prepared {
     pub(crate) key: Key,
-    /// The lengths, as [`super::lengths::Lengths`] lays them out.
+    /// The lengths, as [`super::lengths::Lengths`] lays them out, and the order of units; nothing for equal sequences.
     pub(crate) lengths: Arc<Allocation>,
+    /// Where blocks take units as they go.
+    pub(crate) counters: Option<Arc<Allocation>>,
     pub(crate) function: Arc<Function>,
     pub(crate) threads: u32,
     pub(crate) blocks: u32,
@@ -112,8 +119,8 @@ impl Workspace {
     #[must_use]
     pub fn bytes(&self) -> u64 {
         let lengths = self.plans.iter().map(|plan| plan.lengths.bytes());
-        let partials = self.partials.iter().map(|partials| partials.bytes());
-        lengths.chain(partials).map(|bytes| bytes as u64).sum()
+        let shared = self.partials.iter().chain(&self.counters).chain(&self.spare);
+        lengths.chain(shared.map(|memory| memory.bytes())).map(|bytes| bytes as u64).sum()
     }
 
     /// Whether a run of the plan needs nothing more.
@@ -156,23 +163,35 @@ impl Workspace {
         Ready { prepared: &self.plans[at], partials: self.partials.as_ref(), maps: &mut self.maps }
     }
 
-    /// Memory for the lengths of one more plan: that of the least recently used one where it is large enough and
-    /// nothing else uses it.
+    /// Memory for the lengths of one more plan: what a plan left, or that of the least recently used one, where it is
+    /// large enough and nothing else uses it.
     pub(crate) fn lengths(
         &self,
         context: &Arc<CudaContext>,
         bytes: usize,
     ) -> Result<Arc<Allocation>, Error> {
-        if self.plans.len() >= MAX_PLANS
-            && let Some(oldest) = self.oldest()
-        {
-            let memory = &self.plans[oldest].lengths;
-            if memory.bytes() >= bytes && Arc::strong_count(memory) == 1 {
-                return Ok(Arc::clone(memory));
-            }
+        if bytes == 0 {
+            return Allocation::new(context, 0);
+        }
+        let oldest = if self.plans.len() >= MAX_PLANS { self.oldest() } else { None };
+        let oldest = oldest.map(|oldest| &self.plans[oldest].lengths);
+        let fits =
+            |memory: &&Arc<Allocation>| memory.bytes() >= bytes && Arc::strong_count(memory) == 1;
+        if let Some(memory) = self.spare.iter().chain(oldest).find(fits) {
+            return Ok(Arc::clone(memory));
         }
         // Rounded up, so that a batch that grows by a sequence now and then finds room.
         Allocation::new(context, bytes.next_power_of_two().max(1 << 12))
+    }
+
+    /// The counters, made to be 0 when they are first used.
+    pub(crate) fn counters(&self, stream: &CudaStream) -> Result<Arc<Allocation>, Error> {
+        if let Some(counters) = &self.counters {
+            return Ok(Arc::clone(counters));
+        }
+        let counters = Allocation::new(stream.context(), COUNTER_BYTES)?;
+        counters.fill(stream, 0)?;
+        Ok(counters)
     }
 
     /// Memory for partial results; what there is where that is enough.
@@ -200,12 +219,18 @@ impl Workspace {
         if partials.is_some() {
             self.partials = partials;
         }
+        self.counters = self.counters.take().or_else(|| prepared.counters.clone());
         self.clock += 1;
         prepared.used = self.clock;
+        self.spare.retain(|memory| !Arc::ptr_eq(memory, &prepared.lengths));
         if self.plans.len() >= MAX_PLANS
             && let Some(oldest) = self.oldest()
         {
-            self.plans[oldest] = prepared;
+            let left = std::mem::replace(&mut self.plans[oldest], prepared).lengths;
+            let is_free = Arc::strong_count(&left) == 1 && left.bytes() > 0;
+            if is_free && self.spare.len() < MAX_PLANS {
+                self.spare.push(left);
+            }
             oldest
         } else {
             self.plans.push(prepared);

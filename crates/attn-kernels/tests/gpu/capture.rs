@@ -202,6 +202,61 @@ fn two_streams_run_with_a_workspace_each() {
     assert!(matches!(refused, Error::Workspace { .. }), "{refused}");
 }
 
+/// What a call's plan has its workspace hold, run or not.
+fn held(engine: &CudaEngine, stream: &Arc<CudaStream>, plan: &Plan) -> u64 {
+    let mut workspace = Workspace::new();
+    engine.prepare(plan, &mut workspace, stream).expect("prepared");
+    workspace.bytes()
+}
+
+#[test]
+fn equal_sequences_take_no_memory_but_two_counters() {
+    let Some(engine) = engine("equal_sequences_take_no_memory_but_two_counters") else {
+        return;
+    };
+    let stream = engine.new_stream().expect("a stream");
+    let is_hopper = engine.caps().cuda.is_some_and(|device| device.compute == (9, 0));
+    let hopper = is_hopper.then_some(("cuda_prefill_sm90a", 8));
+    for (kernel, bytes) in [("cuda_prefill", 0), ("cuda_decode", 0)].into_iter().chain(hopper) {
+        let held = |q_lens: &[usize], kv_lens: &[usize]| {
+            let spec = ProblemSpec::new(DType::BF16, 32, HEADS, DIM, q_lens, kv_lens);
+            let problem = Problem::new(spec).expect("valid");
+            held(&engine, &stream, &plan(&engine, kernel, &problem, Split::Whole))
+        };
+        for batch in [1, 64] {
+            let lens = vec![16; batch];
+            assert_eq!(held(&lens, &vec![1000; batch]), bytes, "{kernel}, {batch} sequences");
+        }
+        let mut lens = vec![16; 2000];
+        lens.push(3);
+        let varied = held(&lens, &lens);
+        assert!(varied > 0 && varied <= (1 << 20) + bytes, "{kernel}: {varied} bytes");
+    }
+}
+
+/// The memory of plans that made room serves later ones, so that a steady mix of lengths neither allocates nor frees.
+#[test]
+fn workspace_of_many_lengths_stops_growing() {
+    let Some(engine) = engine("workspace_of_many_lengths_stops_growing") else {
+        return;
+    };
+    let stream = engine.new_stream().expect("a stream");
+    let mut workspace = Workspace::new();
+    let mut step = |n: usize| {
+        let varied = [3, n + 1, 5];
+        let q_lens: &[usize] = if n.is_multiple_of(3) { &varied[1..2] } else { &varied };
+        let spec = ProblemSpec::new(DType::BF16, HEADS, HEADS, DIM, q_lens, q_lens);
+        let problem = Problem::new(spec).expect("valid");
+        let plan = plan(&engine, "cuda_prefill", &problem, Split::Whole);
+        engine.prepare(&plan, &mut workspace, &stream).expect("prepared");
+        workspace.bytes()
+    };
+    let grown = (0..24).map(&mut step).max();
+    for n in 24..120 {
+        assert!(Some(step(n)) <= grown, "step {n}");
+    }
+}
+
 /// What a run of prepared plans costs the host: the median of rounds of runs, in microseconds, taking the calls in turn.
 fn host_us(engine: &CudaEngine, stream: &Arc<CudaStream>, calls: &mut [Call]) -> f64 {
     const ROUNDS: usize = 41;
