@@ -153,10 +153,10 @@ impl Selection {
     }
 }
 
-/// The specs of those that an arch can hold.
+/// The specs of those that an arch is shipped.
 fn specs(instances: &[Instance], arch: &Arch) -> Vec<KernelSpec> {
-    let specs = instances.iter().map(|instance| &instance.spec);
-    specs.filter(|spec| spec.entry().compiles_for(arch)).cloned().collect()
+    let shipped = instances.iter().filter(|instance| instance.ships_for(arch));
+    shipped.map(|instance| instance.spec.clone()).collect()
 }
 
 fn list(out: &mut impl Write) -> Result<(), KernelsError> {

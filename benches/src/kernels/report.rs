@@ -41,7 +41,7 @@ pub(super) fn run(
     let (mut rows, mut faults) = (Vec::new(), Vec::new());
     for arch in &selection.arch {
         store.prepare(&specs(&instances, arch), arch)?;
-        for instance in instances.iter().filter(|i| i.spec.entry().compiles_for(arch)) {
+        for instance in instances.iter().filter(|instance| instance.ships_for(arch)) {
             let (row, fault) = row(&store, instance, arch)?;
             rows.push(row);
             faults.extend(fault);
@@ -115,6 +115,11 @@ fn table(rows: &[Row]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::path::{Path, PathBuf};
+
+    use serde_json::Value;
+
     use super::*;
 
     fn sample() -> Row {
@@ -138,6 +143,28 @@ mod tests {
         let json = serde_json::to_string(&sample()).unwrap();
         let expected = r#"{"entry":"decode","variant":"head_dim=128","arch":"sm_90a","registers":255,"stack_bytes":8,"spill_bytes":16,"static_smem_bytes":1024,"dynamic_smem_bytes":65536,"reason":"because","threads":128,"blocks_per_sm":2}"#;
         assert_eq!(json, expected);
+    }
+
+    #[test]
+    fn recorded_instances_use_no_local_memory() {
+        let records = concat!(env!("CARGO_MANIFEST_DIR"), "/record");
+        let inside = |folder: &Path| -> Vec<PathBuf> {
+            folder.read_dir().unwrap().map(|entry| entry.unwrap().path()).collect()
+        };
+        let machines = inside(Path::new(records)).into_iter().filter(|path| path.is_dir());
+        let is_report = |path: &PathBuf| {
+            let name = path.file_name().unwrap().to_string_lossy();
+            name.starts_with("kernels-") && name.ends_with(".json")
+        };
+        let reports: Vec<_> = machines.flat_map(|path| inside(&path)).filter(is_report).collect();
+        assert!(!reports.is_empty(), "no report in {records}");
+        for path in reports {
+            let rows: Vec<Value> = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+            for row in rows {
+                let used = [&row["spill_bytes"], &row["stack_bytes"]].map(Value::as_u64);
+                assert_eq!(used, [Some(0); 2], "{}: {row}", path.display());
+            }
+        }
     }
 
     #[test]

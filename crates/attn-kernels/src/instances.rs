@@ -1,4 +1,4 @@
-//! The kernel instances that are shipped: chosen by frequency, at most about sixty.
+//! The kernel instances that are shipped: chosen by frequency, at most seventy an arch.
 //!
 //! The invariant: every instance here has a recorded register, spill and shared-memory figure for
 //! every arch it is shipped for. Any other combination compiles on first use from the same sources.
@@ -8,7 +8,7 @@ use attn_core::{
 };
 
 use crate::cuda::config;
-use crate::spec::{Entry, KernelSpec};
+use crate::spec::{Arch, Entry, KernelSpec};
 
 /// An instance and what a launch of it asks of a multiprocessor.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,6 +19,22 @@ pub struct Instance {
     pub threads: u32,
     /// Bytes of dynamic shared memory of a block.
     pub dynamic_smem: u32,
+}
+
+impl Instance {
+    /// Whether devices of an arch are shipped this instance.
+    ///
+    /// The portable prefill over 16-bit pages is not for Hopper: `cuda_prefill_sm90a` takes such calls but those of pages
+    /// that are no multiple of 8 tokens, which compile it at first use. It spills there at 128 columns.
+    #[must_use]
+    pub fn ships_for(&self, arch: &Arch) -> bool {
+        let spec = &self.spec;
+        let has_hopper_twin = spec.entry() == Entry::Prefill
+            && spec.get("paged") == Some(1)
+            && spec.get("kv_dtype") == spec.get("dtype");
+        spec.entry().compiles_for(arch)
+            && !(has_hopper_twin && Entry::PrefillSm90a.compiles_for(arch))
+    }
 }
 
 /// The kind of call that a forward instance serves.
@@ -188,6 +204,22 @@ mod tests {
         for (n, instance) in all.iter().enumerate() {
             assert!(all[n + 1..].iter().all(|other| other.spec != instance.spec));
         }
+    }
+
+    #[test]
+    fn hopper_is_shipped_no_portable_prefill_over_pages() {
+        let shipped = |arch: &str, part: &str| {
+            let arch = arch.parse().expect("an arch");
+            let has = |instance: &Instance| {
+                let name = instance.spec.to_string();
+                instance.ships_for(&arch) && name.starts_with(part) && name.contains("paged=1")
+            };
+            shipped().iter().filter(|instance| has(instance)).count()
+        };
+        assert_eq!((shipped("sm_80", "prefill["), shipped("sm_90a", "prefill[")), (4, 0));
+        assert_eq!(shipped("sm_80", "prefill_sm90a["), 0);
+        assert!(shipped("sm_90a", "prefill_sm90a[") > 0);
+        assert_eq!(shipped("sm_80", "decode["), shipped("sm_90a", "decode["));
     }
 
     #[test]
