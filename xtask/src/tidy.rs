@@ -7,6 +7,7 @@
 
 mod arrows;
 mod code;
+mod generated;
 mod header;
 mod machine_paths;
 mod manifest;
@@ -62,7 +63,11 @@ pub(crate) fn run() -> Result<ExitCode, Error> {
 /// The tree or cargo's metadata could not be read.
 pub(crate) fn passes() -> Result<bool, Error> {
     let tree = Tree::read(&process::workspace_root())?;
-    let problems = problems(&tree, &Metadata::read()?);
+    let mut problems = problems(&tree, &Metadata::read()?);
+    match generated::check(&tree, generated::print)? {
+        Some(differing) => problems.extend(differing),
+        None => eprintln!("note: generated files were not compared: python3 was not found"),
+    }
     for problem in &problems {
         eprintln!("{problem}");
     }
@@ -107,7 +112,8 @@ mod tests {
     #[test]
     fn workspace_keeps_the_house_rules() {
         let tree = Tree::read(&process::workspace_root()).unwrap();
-        let problems = problems(&tree, &Metadata::read().unwrap());
+        let mut problems = problems(&tree, &Metadata::read().unwrap());
+        problems.extend(generated::check(&tree, generated::print).unwrap().unwrap_or_default());
         let lines: Vec<_> = problems.iter().map(Problem::to_string).collect();
         assert!(lines.is_empty(), "{} problems:\n{}", lines.len(), lines.join("\n"));
     }

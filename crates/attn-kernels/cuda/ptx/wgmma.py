@@ -2,9 +2,11 @@
 """Writes wgmma.cuh: the widths of the warpgroup product that kernels use, in both types.
 
 An instruction of width n names n / 2 accumulators, so that its wrapper cannot be written once for all widths.
+With --print it prints the file instead: `cargo xtask tidy` compares.
 """
 
 import os
+import sys
 import textwrap
 
 HEADER = """\
@@ -93,6 +95,9 @@ def main():
                 body.append(asm(n, dtype, True))
             out.append(f"\ntemplate <>\nstruct Wgmma<{n}, DType::{dtype}> {{\n" + "\n".join(body) + "};\n")
     out.append("\n}  // namespace attn::ptx\n")
+    if sys.argv[1:] == ["--print"]:
+        sys.stdout.write("".join(out))
+        return
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "wgmma.cuh")
     with open(path, "w", encoding="utf-8") as file:
         file.write("".join(out))
