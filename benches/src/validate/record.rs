@@ -109,11 +109,8 @@ pub(super) struct Device {
     pub(super) sources: String,
     /// Whether this is the reduced matrix.
     pub(super) small: bool,
-    /// Kernel instances that the matrix needs, and the seconds it took to have them.
-    pub(super) instances: usize,
-    pub(super) compile_seconds: f64,
-    /// Seconds of judging.
-    pub(super) seconds: f64,
+    #[serde(flatten)]
+    pub(super) work: Work,
 }
 
 /// What was judged.
@@ -190,26 +187,56 @@ impl Record {
     }
 }
 
-/// The groups of an earlier record that passed whole, if it judged the same sources on the same device.
+/// What an earlier run leaves to one that takes over from it.
+#[derive(Debug, Default)]
+pub(super) struct Earlier {
+    /// The groups that passed whole.
+    pub(super) groups: BTreeMap<String, Tallies>,
+    pub(super) work: Work,
+}
+
+/// What a run had to do, those before it that it took over from included.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub(super) struct Work {
+    /// Kernel instances that the runs needed, and the seconds it took to have them.
+    pub(super) instances: usize,
+    pub(super) compile_seconds: f64,
+    /// Seconds of judging.
+    pub(super) seconds: f64,
+}
+
+impl Work {
+    pub(super) fn add(self, other: Self) -> Self {
+        Self {
+            instances: self.instances + other.instances,
+            compile_seconds: self.compile_seconds + other.compile_seconds,
+            seconds: self.seconds + other.seconds,
+        }
+    }
+}
+
+/// What is left of an earlier record, if it judged the same sources on the same device: nothing otherwise.
 ///
 /// # Errors
 /// A file that cannot be read or is no record.
-pub(super) fn passed_groups(path: &Path, device: &Device) -> io::Result<BTreeMap<String, Tallies>> {
+pub(super) fn earlier(path: &Path, device: &Device) -> io::Result<Earlier> {
     #[derive(Deserialize)]
-    struct Earlier {
+    struct Read {
         gpu: String,
         sources: String,
         small: bool,
+        #[serde(flatten)]
+        work: Work,
         groups: BTreeMap<String, Tallies>,
     }
-    let earlier: Earlier = serde_json::from_slice(&fs::read(path)?)?;
-    let same = earlier.gpu == device.gpu
-        && earlier.sources == device.sources
-        && earlier.small == device.small;
+    let read: Read = serde_json::from_slice(&fs::read(path)?)?;
+    let same =
+        read.gpu == device.gpu && read.sources == device.sources && read.small == device.small;
     if !same {
-        return Ok(BTreeMap::new());
+        return Ok(Earlier::default());
     }
-    Ok(earlier.groups.into_iter().filter(|(_, group)| group.is_complete()).collect())
+    let groups = read.groups.into_iter().filter(|(_, group)| group.is_complete()).collect();
+    Ok(Earlier { groups, work: read.work })
 }
 
 #[cfg(test)]
@@ -225,9 +252,8 @@ mod tests {
             nvrtc: None,
             sources: sources.to_owned(),
             small: false,
-            instances: 0,
-            compile_seconds: 0.0,
-            seconds: 0.0,
+            // No short decimal: a reader that rounds gives another number back.
+            work: Work { instances: 3, compile_seconds: 0.1 + 0.2, seconds: 1.1e-8 / 3.0 },
         }
     }
 
@@ -251,13 +277,37 @@ mod tests {
         let path = std::env::temp_dir().join(format!("attn-record-{}.json", std::process::id()));
         record.write(&path).unwrap();
         let names = |sources| {
-            let groups = passed_groups(&path, &device(sources)).unwrap();
+            let groups = earlier(&path, &device(sources)).unwrap().groups;
             groups.into_iter().map(|(name, group)| (name, group.sum(|t| t.passed))).collect()
         };
         let (same, other): (Vec<_>, Vec<_>) = (names("x"), names("y"));
+        let work = |sources| earlier(&path, &device(sources)).unwrap().work;
+        let (same_work, other_work) = (work("x"), work("y"));
         fs::remove_file(&path).unwrap();
+        assert_eq!((same_work, other_work), (device("x").work, Work::default()));
         assert_eq!(same, [("good".to_owned(), 1)]);
         assert_eq!(other, []);
+    }
+
+    #[test]
+    fn work_of_runs_adds_up() {
+        let run = Work { instances: 3, compile_seconds: 0.5, seconds: 2.0 };
+        let both = Work { instances: 4, compile_seconds: 1.0, seconds: 2.25 };
+        let rest = Work { instances: 1, compile_seconds: 0.5, seconds: 0.25 };
+        assert_eq!((run.add(rest), run.add(Work::default())), (both, run));
+    }
+
+    /// Shares of an error that are carried from record to record must not drift.
+    #[test]
+    fn floats_are_read_as_they_were_written() {
+        let mut bits = 0x3FB9_9999_9999_999Au64;
+        for _ in 0..20_000 {
+            bits = bits.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1) >> 2 | 1 << 61;
+            let float = f64::from_bits(bits);
+            let text = serde_json::to_string(&float).unwrap();
+            let read: f64 = serde_json::from_str(&text).unwrap();
+            assert_eq!(read.to_bits(), bits, "{text}");
+        }
     }
 
     #[test]

@@ -24,7 +24,7 @@ use attn_reference::{Case, CaseData};
 use rayon::prelude::*;
 
 use super::matrix::{self, Group, Runs};
-use super::record::{Device, Record, Subject, Tallies, passed_groups};
+use super::record::{Device, Earlier, Record, Subject, Tallies, Work, earlier};
 use super::{Args, ValidateError};
 use crate::device::{DeviceInputs, Gpu};
 use crate::machine;
@@ -109,23 +109,24 @@ pub(super) fn run(args: &Args) -> Result<(), ValidateError> {
         is_small: args.small,
         deadline: args.budget_s.map(|seconds| started + Duration::from_secs(seconds)),
     };
-    let mut done = match &args.resume {
-        Some(path) => passed_groups(path, &device)?,
-        None => BTreeMap::new(),
+    let Earlier { groups: mut done, work: before } = match &args.resume {
+        Some(path) => earlier(path, &device)?,
+        None => Earlier::default(),
     };
     let groups = groups(args, &done);
     let compiling = Instant::now();
     let specs = instances(&judge, &groups)?;
-    device.instances = specs.len();
+    let mut work = Work { instances: specs.len(), ..Work::default() };
     say(&format!("{} kernel instances", specs.len()))?;
     judge.gpu.engine.store().prepare(&specs, judge.gpu.engine.arch())?;
-    device.compile_seconds = compiling.elapsed().as_secs_f64();
+    work.compile_seconds = compiling.elapsed().as_secs_f64();
     device.nvrtc = compiler(&judge);
-    say(&format!("ready in {:.1} s", device.compile_seconds))?;
+    say(&format!("ready in {:.1} s", work.compile_seconds))?;
 
     let judging = Instant::now();
     let write = |done: &BTreeMap<String, Tallies>, device: &mut Device| -> io::Result<Record> {
-        device.seconds = judging.elapsed().as_secs_f64();
+        let seconds = judging.elapsed().as_secs_f64();
+        device.work = before.add(Work { seconds, ..work });
         let mut all = Tallies::default();
         for group in done.values() {
             all.add(group);
@@ -293,9 +294,7 @@ fn describe(gpu: &Gpu, small: bool) -> Result<Device, Error> {
         nvrtc: None,
         sources: attn_kernels::source::fingerprint().to_owned(),
         small,
-        instances: 0,
-        compile_seconds: 0.0,
-        seconds: 0.0,
+        work: Work::default(),
     })
 }
 
