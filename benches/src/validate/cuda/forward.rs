@@ -126,6 +126,17 @@ impl Selection {
         attn_select::choose(&problem, &self.caps, self.catalogue).ok()
     }
 
+    /// The kernels of a family that the device has.
+    pub(super) fn kernels(&self, family: Family) -> impl Iterator<Item = &'static KernelDesc> {
+        let compute = self.caps.cuda.as_ref().map(|device| device.compute);
+        let has = move |kernel: &&KernelDesc| {
+            kernel.family == family
+                && kernel.min_compute.is_none_or(|least| compute.is_some_and(|has| has >= least))
+                && kernel.max_compute.is_none_or(|most| compute.is_some_and(|has| has <= most))
+        };
+        self.catalogue.iter().filter(has)
+    }
+
     /// The kernels of prompts.
     fn prefills(&self) -> impl Iterator<Item = &'static KernelDesc> {
         self.catalogue.iter().filter(|kernel| kernel.family == Family::Prefill)
@@ -233,7 +244,7 @@ fn starts_on_16_bytes(size: usize, layout: &Strided) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::collections::BTreeSet;
 
     use attn_core::{Bytes, CudaCaps, HostCaps};
@@ -242,7 +253,7 @@ mod tests {
     use super::*;
     use crate::device::Gpu;
 
-    fn hopper() -> Selection {
+    pub(crate) fn hopper() -> Selection {
         let cuda = CudaCaps {
             name: "a Hopper".to_owned(),
             compute: (9, 0),

@@ -3,12 +3,14 @@
 //! The invariant: whatever is compared here is compared bit by bit, since the same work in another place or at another
 //! time is the same sums in the same order.
 
+use std::fmt;
 use std::sync::Arc;
 
 use attn_core::DType::{BF16, F8E4M3, F16};
 use attn_core::PageOrder::{Hnd, Nhd};
 use attn_core::{
-    ErrorRule, Inputs, KvView, Outputs, Phase, Plan, Problem, Strided, TensorView, View,
+    ErrorRule, Family, Inputs, KernelDesc, KvView, Outputs, Plan, Problem, Strided, TensorView,
+    View,
 };
 use attn_kernels::cuda::{CudaStream, Workspace};
 use attn_reference::case::{Hiding, Scales};
@@ -17,7 +19,7 @@ use attn_reference::{Case, CaseData, OutputBuffers, compare, judge_rows, naive};
 use super::super::corpus::{forward_share, share};
 use super::super::record::Tallies;
 use super::Judge;
-use super::forward::{NAIVE, Selection};
+use super::forward::{Selection, family_of};
 use super::long::shared;
 use super::model::all_rows;
 use crate::device::{DeviceInputs, DeviceOutputs, Gpu};
@@ -45,8 +47,38 @@ impl Bits {
     }
 }
 
-/// Calls whose bits are compared: one of each kernel, and a split one.
-fn calls() -> [(Case, Option<Phase>, Option<usize>, &'static str); 6] {
+/// How a call is run: by one kernel, whatever selection prefers, and with its keys in so many parts.
+#[derive(Debug, Clone, Copy)]
+struct Way {
+    kernel: &'static KernelDesc,
+    splits: Option<usize>,
+}
+
+impl Way {
+    /// By each kernel of a family that the device has.
+    fn all(selection: &Selection, family: Family, splits: Option<usize>) -> Vec<Self> {
+        selection.kernels(family).map(|kernel| Self { kernel, splits }).collect()
+    }
+
+    fn plan(self, selection: &Selection, problem: &Problem) -> Result<Plan, String> {
+        let plan = selection.only(problem, self.kernel, self.splits);
+        plan.ok_or_else(|| "refused by selection".to_owned())
+    }
+
+    fn is_decode(self) -> bool {
+        self.kernel.family == Family::Decode
+    }
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(family_of(self.kernel.name))?;
+        self.splits.map_or(Ok(()), |splits| write!(f, " in {splits}"))
+    }
+}
+
+/// Calls whose bits are compared: some of each family, split ones among them.
+fn calls() -> [(Case, Family, Option<usize>); 6] {
     let prompt =
         || Case::new("modes/prompt", BF16, (4, 2), 128, &[130, 40], &[300, 40]).causal().sinks();
     let step = || {
@@ -56,22 +88,12 @@ fn calls() -> [(Case, Option<Phase>, Option<usize>, &'static str); 6] {
     let masked = Case::new("modes/masked", BF16, (4, 2), 64, &[70], &[200]);
     let cached = Case::new("modes/cached", BF16, (4, 1), 128, &[2, 1], &[513, 129]);
     [
-        (prompt(), Some(Phase::Prefill), None, "prefill"),
-        (
-            masked.mask("hqk", Hiding::Some).softcap(10.0).alibi(),
-            Some(Phase::Prefill),
-            None,
-            "prefill",
-        ),
-        (step(), Some(Phase::Decode), Some(1), "decode"),
-        (step(), Some(Phase::Decode), Some(7), "decode"),
-        (
-            cached.fp8(F8E4M3, Scales::PerHead).paged(Hnd, 16),
-            Some(Phase::Decode),
-            Some(4),
-            "decode",
-        ),
-        (prompt(), None, None, "naive"),
+        (prompt(), Family::Prefill, None),
+        (masked.mask("hqk", Hiding::Some).softcap(10.0).alibi(), Family::Prefill, None),
+        (step(), Family::Decode, Some(1)),
+        (step(), Family::Decode, Some(7)),
+        (cached.fp8(F8E4M3, Scales::PerHead).paged(Hnd, 16), Family::Decode, Some(4)),
+        (prompt(), Family::General, None),
     ]
 }
 
@@ -80,42 +102,43 @@ pub(super) fn judge(judge: &mut Judge<'_>, tallies: &mut Tallies) {
     let (calls, modes) = (calls(), &MODES[..]);
     let (calls, modes) =
         if judge.is_small { (&calls[2..4], &modes[3..]) } else { (&calls[..], modes) };
-    for (case, phase, splits, kernel) in calls {
-        let label = splits.map_or((*kernel).to_owned(), |n| format!("{kernel} in {n}"));
-        let mut prepared = None;
-        for (mode, check) in modes {
-            let name = format!("{}: {mode} by {label}", case.name);
-            judge.check(tallies, "modes", &name, |judge| {
-                if prepared.is_none() {
-                    prepared =
-                        Some(Prepared::new(&judge.selection, &judge.gpu, case, *phase, *splits)?);
-                }
-                prepared.as_ref().map_or(Ok(0.0), |call| check(&judge.gpu, call).map(|()| 0.0))
-            });
+    for (case, family, splits) in calls {
+        for way in Way::all(&judge.selection, *family, *splits) {
+            let mut prepared = None;
+            for (mode, check) in modes {
+                let name = format!("{}: {mode} by {way}", case.name);
+                judge.check(tallies, "modes", &name, |judge| {
+                    if prepared.is_none() {
+                        prepared = Some(Prepared::new(&judge.selection, &judge.gpu, case, way)?);
+                    }
+                    prepared.as_ref().map_or(Ok(0.0), |call| check(&judge.gpu, call).map(|()| 0.0))
+                });
+            }
         }
     }
-    for (phase, splits, name) in [
-        (Some(Phase::Prefill), None, "prefill"),
-        (Some(Phase::Decode), Some(1), "decode"),
-        (Some(Phase::Decode), Some(5), "decode in 5"),
-        (None, None, "naive"),
+    for (family, splits) in [
+        (Family::Prefill, None),
+        (Family::Decode, Some(1)),
+        (Family::Decode, Some(5)),
+        (Family::General, None),
     ] {
-        let name = format!("modes/wrong_pages: by {name}");
-        judge.check(tallies, "modes", &name, |judge| wrong_pages(judge, phase, splits));
+        for way in Way::all(&judge.selection, family, splits) {
+            let name = format!("modes/wrong_pages: by {way}");
+            judge.check(tallies, "modes", &name, |judge| wrong_pages(judge, way));
+        }
     }
     if judge.is_small {
         return;
     }
-    for (phase, name) in [(Phase::Prefill, "prefill"), (Phase::Decode, "decode")] {
-        for paged in [false, true] {
-            let storage = if paged { "paged" } else { "dense" };
-            let name = format!("modes/batch_invariance: {storage} by {name}");
-            judge.check(tallies, "modes", &name, |judge| batch_invariance(judge, phase, paged));
+    for family in [Family::Prefill, Family::Decode] {
+        for way in Way::all(&judge.selection, family, None) {
+            for mates in Mates::ALL {
+                let name = format!("modes/batch_invariance: {mates} by {way}");
+                judge.check(tallies, "modes", &name, |judge| batch_invariance(judge, way, mates));
+            }
+            let name = format!("modes/broadcast_batch: by {way}");
+            judge.check(tallies, "modes", &name, |judge| broadcast_batch(judge, way));
         }
-    }
-    for (phase, name) in [(Phase::Prefill, "prefill"), (Phase::Decode, "decode")] {
-        let name = format!("modes/broadcast_batch: by {name}");
-        judge.check(tallies, "modes", &name, |judge| broadcast_batch(judge, phase));
     }
 }
 
@@ -128,15 +151,9 @@ struct Prepared {
 }
 
 impl Prepared {
-    fn new(
-        selection: &Selection,
-        gpu: &Gpu,
-        case: &Case,
-        phase: Option<Phase>,
-        splits: Option<usize>,
-    ) -> Result<Self, String> {
+    fn new(selection: &Selection, gpu: &Gpu, case: &Case, way: Way) -> Result<Self, String> {
         let data = case.build().map_err(text)?;
-        let plan = plan(selection, data.problem(), phase, splits)?;
+        let plan = way.plan(selection, data.problem())?;
         let inputs = data.inputs().map_err(text)?;
         let inputs = DeviceInputs::upload(&gpu.stream, &inputs).map_err(text)?;
         let mut call = Self { plan, inputs, data, bits: Bits { o: Vec::new(), lse: Vec::new() } };
@@ -165,19 +182,6 @@ impl Prepared {
         let inputs = self.inputs.inputs()?;
         gpu.engine.forward(&self.plan, &inputs, &mut outputs.outputs()?, workspace, &gpu.stream)
     }
-}
-
-fn plan(
-    selection: &Selection,
-    problem: &Problem,
-    phase: Option<Phase>,
-    splits: Option<usize>,
-) -> Result<Plan, String> {
-    let plan = match phase {
-        Some(phase) => selection.plan(problem, Some(phase), splits, &[NAIVE]),
-        None => selection.naive(problem),
-    };
-    plan.ok_or_else(|| "refused by selection".to_owned())
 }
 
 fn text(error: impl std::fmt::Display) -> String {
@@ -241,17 +245,44 @@ fn graph(gpu: &Gpu, call: &Prepared) -> Result<(), String> {
     Ok(())
 }
 
-/// A sequence alone and among others: its rows have the same bits.
-fn batch_invariance(judge: &mut Judge<'_>, phase: Phase, paged: bool) -> Result<f64, String> {
-    let few = phase == Phase::Decode;
-    let (rows, mates) = if few { (3, [1, 16]) } else { (70, [9, 200]) };
-    let run = |judge: &mut Judge<'_>, q: [usize; 3], k: [usize; 3]| -> Result<Vec<f64>, String> {
+/// A batch of which one sequence is looked at.
+#[derive(Debug, Clone, Copy)]
+struct Mates {
+    is_paged: bool,
+    is_capped: bool,
+}
+
+impl Mates {
+    const ALL: [Self; 4] = [
+        Self { is_paged: false, is_capped: false },
+        Self { is_paged: true, is_capped: false },
+        Self { is_paged: false, is_capped: true },
+        Self { is_paged: true, is_capped: true },
+    ];
+
+    fn case(self, q_lens: &[usize], kv_lens: &[usize]) -> Case {
         // Equal names give equal seeds, and a sequence's values depend on its own index and lengths alone.
-        let mut case = Case::new("modes/mates", BF16, (8, 2), 64, &q, &k).causal();
+        let mut case = Case::new("modes/mates", BF16, (8, 2), 64, q_lens, kv_lens).causal();
         case.spec.options.batch_invariant = true;
-        let case = if paged { case.paged(Nhd, 16) } else { case };
+        let case = if self.is_capped { case.softcap(10.0) } else { case };
+        if self.is_paged { case.paged(Nhd, 16) } else { case }
+    }
+}
+
+impl fmt::Display for Mates {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.is_paged { "paged" } else { "dense" })?;
+        f.write_str(if self.is_capped { ", capped" } else { "" })
+    }
+}
+
+/// A sequence alone and among others: its rows have the same bits.
+fn batch_invariance(judge: &mut Judge<'_>, way: Way, mates: Mates) -> Result<f64, String> {
+    let (rows, beside) = if way.is_decode() { (3, [1, 16]) } else { (70, [9, 200]) };
+    let run = |judge: &mut Judge<'_>, q: [usize; 3], k: [usize; 3]| -> Result<Vec<f64>, String> {
+        let case = mates.case(&q, &k);
         let data = case.build().map_err(text)?;
-        let plan = plan(&judge.selection, data.problem(), Some(phase), None)?;
+        let plan = way.plan(&judge.selection, data.problem())?;
         let inputs = data.inputs().map_err(text)?;
         let inputs = DeviceInputs::upload(&judge.gpu.stream, &inputs).map_err(text)?;
         let mut buffers = data.output_buffers().map_err(text)?;
@@ -265,7 +296,7 @@ fn batch_invariance(judge: &mut Judge<'_>, phase: Phase, paged: bool) -> Result<
         Ok(own)
     };
     let alone = run(judge, [0, rows, 0], [0, 777, 0])?;
-    let among = run(judge, [mates[0], rows, mates[1]], [40, 777, 3000])?;
+    let among = run(judge, [beside[0], rows, beside[1]], [40, 777, 3000])?;
     // f64 of the stored bits: equal values, no NaN among them.
     match alone.iter().zip(&among).position(|(a, b)| a != b) {
         None => Ok(0.0),
@@ -274,14 +305,10 @@ fn batch_invariance(judge: &mut Judge<'_>, phase: Phase, paged: bool) -> Result<
 }
 
 /// A page id outside the cache: NaN for its sequence, the others as they were, and no fault.
-fn wrong_pages(
-    judge: &mut Judge<'_>,
-    phase: Option<Phase>,
-    splits: Option<usize>,
-) -> Result<f64, String> {
+fn wrong_pages(judge: &mut Judge<'_>, way: Way) -> Result<f64, String> {
     let case = Case::new("modes/wrong_pages", BF16, (4, 2), 64, &[2, 3, 1], &[90, 200, 33]);
     let data = case.paged(Nhd, 16).build().map_err(text)?;
-    let plan = plan(&judge.selection, data.problem(), phase, splits)?;
+    let plan = way.plan(&judge.selection, data.problem())?;
     let good = data.inputs().map_err(text)?;
     let KvView::Paged { block_table, k_cache, .. } = &good.kv else {
         return Err("a case without pages".to_owned());
@@ -317,12 +344,12 @@ fn wrong_pages(
 }
 
 /// All sequences of a padded batch read the same keys, by a stride of 0.
-fn broadcast_batch(judge: &mut Judge<'_>, phase: Phase) -> Result<f64, String> {
-    let rows = if phase == Phase::Decode { 2 } else { 40 };
+fn broadcast_batch(judge: &mut Judge<'_>, way: Way) -> Result<f64, String> {
+    let rows = if way.is_decode() { 2 } else { 40 };
     let case = Case::new("modes/broadcast", BF16, (4, 2), 64, &[rows; 3], &[150; 3]);
     let data = case.causal().padded().build().map_err(text)?;
     let problem = data.problem();
-    let plan = plan(&judge.selection, problem, Some(phase), None)?;
+    let plan = way.plan(&judge.selection, problem)?;
     let mut inputs = data.inputs().map_err(text)?;
     if let KvView::Dense { k, v } = &mut inputs.kv {
         (*k, *v) = (of_first(k)?, of_first(v)?);
@@ -359,4 +386,33 @@ fn of_first<'a>(tensor: &TensorView<'a>) -> Result<TensorView<'a>, String> {
     let layout =
         Strided::new("kv", view.shape(), &strides, view.layout().offset()).map_err(text)?;
     Ok(TensorView::BF16(View::new("kv", view.data(), layout).map_err(text)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::forward::tests::hopper;
+    use super::*;
+
+    #[test]
+    fn modes_run_by_each_kernel_that_the_device_has() {
+        let mut ampere = hopper();
+        ampere.caps.cuda.as_mut().unwrap().compute = (8, 0);
+        for (selection, prefills) in
+            [(&ampere, &["prefill"][..]), (&hopper(), &["prefill_sm90a", "prefill"])]
+        {
+            let ways = Way::all(selection, Family::Prefill, None);
+            assert_eq!(ways.iter().map(Way::to_string).collect::<Vec<_>>(), prefills);
+            let mates = Mates::ALL.map(|mates| mates.case(&[9, 70, 200], &[40, 777, 3000]));
+            let prompts = mates.into_iter().map(|case| (case, Family::Prefill, None));
+            for (case, family, splits) in calls().into_iter().chain(prompts) {
+                let problem = case.problem().unwrap();
+                let ways = Way::all(selection, family, splits);
+                assert!(!ways.is_empty());
+                for way in ways {
+                    let plan = way.plan(selection, &problem).unwrap();
+                    assert_eq!(plan.kernel, way.kernel.name, "{}", case.name);
+                }
+            }
+        }
+    }
 }
