@@ -41,7 +41,7 @@ pub(crate) struct Entry {
 /// How units follow one another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Order {
-    /// Blocks of heads of a section, or of an entry of the list.
+    /// Blocks of heads of a section, which divides their number through the batch, or of an entry of the list.
     pub(crate) section: i32,
     /// The tiles of unequal sequences; empty where all are equal.
     pub(crate) entries: Vec<Entry>,
@@ -148,6 +148,8 @@ mod tests {
         assert_eq!(Order::bytes(&problem, tile), Bytes(bytes as u64));
         // What the device divides the number of a unit by.
         assert!(order.section > 0);
+        let heads = problem.q_heads() * problem.lengths().batch();
+        assert!(heads.is_multiple_of(order.section.unsigned_abs() as usize));
         if !order.entries.is_empty() {
             let units = order.entries.len() * order.section.unsigned_abs() as usize;
             assert_eq!(units, lengths.blocks as usize);
