@@ -86,6 +86,7 @@ pub(crate) struct DeviceInputs {
     bias: Option<Placed>,
     alibi: Option<Placed>,
     sinks: Option<Placed>,
+    q_scale: Option<Placed>,
     k_scale: Option<Placed>,
     v_scale: Option<Placed>,
 }
@@ -157,6 +158,7 @@ impl DeviceInputs {
             bias: up.optional("bias", inputs.bias.as_ref())?,
             alibi: up.optional("alibi", inputs.alibi.as_ref())?,
             sinks: up.optional("sinks", inputs.sinks.as_ref())?,
+            q_scale: up.optional("q_scale", inputs.q_scale.as_ref())?,
             k_scale: up.optional("k_scale", inputs.k_scale.as_ref())?,
             v_scale: up.optional("v_scale", inputs.v_scale.as_ref())?,
             buffers: up.buffers,
@@ -183,6 +185,7 @@ impl DeviceInputs {
         inputs.bias = self.optional(self.bias.as_ref())?;
         inputs.alibi = self.optional(self.alibi.as_ref())?;
         inputs.sinks = self.optional(self.sinks.as_ref())?;
+        inputs.q_scale = self.optional(self.q_scale.as_ref())?;
         inputs.k_scale = self.optional(self.k_scale.as_ref())?;
         inputs.v_scale = self.optional(self.v_scale.as_ref())?;
         Ok(inputs)

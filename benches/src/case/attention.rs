@@ -186,6 +186,8 @@ impl<'a> Operands<'a> {
             bias: self.bias.as_ref().map(Operand::f32_view).transpose()?,
             alibi: self.alibi.as_ref().map(Operand::f32_view).transpose()?,
             sinks: self.sinks.as_ref().map(Operand::f32_view).transpose()?,
+            // A case's element types of queries have no fp8 among them.
+            q_scale: None,
             k_scale: self.k_scale.as_ref().map(Operand::f32_view).transpose()?,
             v_scale: self.v_scale.as_ref().map(Operand::f32_view).transpose()?,
         })
@@ -233,7 +235,7 @@ impl Results {
         let (lengths, heads) = (problem.lengths(), problem.q_heads());
         let at = problem.q_arrangement();
         let shape = lengths.q_shape(at, &[heads, problem.value_dim()]);
-        let o = Output::new(inputs, placement, "o", problem.q_dtype(), &shape)?;
+        let o = Output::new(inputs, placement, "o", problem.out_dtype(), &shape)?;
         let shape = lengths.q_shape(at, &[heads]);
         let lse = Output::new(inputs, placement, "lse", DType::F32, &shape)?;
         Ok(Self { o, lse })
@@ -269,7 +271,7 @@ impl GradientOutputs {
         let KvStorage::Dense(kv_at) = *problem.kv() else {
             return Err(Failure::new(Kind::Unsupported, "gradients of a paged cache"));
         };
-        let (lengths, dtype) = (problem.lengths(), problem.q_dtype());
+        let (lengths, dtype) = (problem.lengths(), problem.out_dtype());
         let (heads, kv_heads) = (problem.q_heads(), problem.kv_heads());
         let (dim, vdim) = (problem.head_dim(), problem.value_dim());
         let shape = lengths.q_shape(problem.q_arrangement(), &[heads, dim]);

@@ -126,7 +126,7 @@ impl Ours {
         let rows = [(0, 0), (0, last / 2), (case.batch - 1, last)];
         let want = attn_reference::naive::forward_rows(problem, &inputs, &rows)?;
         // The rounding of the output, and f32 accumulation over thousands of keys.
-        let limit = 1e-5 + 2.0 * problem.q_dtype().unit_roundoff();
+        let limit = 1e-5 + 2.0 * problem.out_dtype().unit_roundoff();
         let row_elements = case.q_heads * case.dim;
         for (&(sequence, row), want) in rows.iter().zip(want.o.chunks_exact(row_elements)) {
             let at = (sequence * case.q_len + row) * row_elements;

@@ -74,6 +74,8 @@ pub struct CallLayout<'a> {
     pub alibi: Option<&'a Strided>,
     /// Attention sinks, f32.
     pub sinks: Option<&'a Strided>,
+    /// fp8 queries only: f32 scales.
+    pub q_scale: Option<&'a Strided>,
     /// fp8 keys only: f32 scales.
     pub k_scale: Option<&'a Strided>,
     /// fp8 values only: f32 scales.
@@ -109,9 +111,15 @@ impl CallLayout<'_> {
                 check_shape(field, layout, &[problem.q_heads()])?;
             }
         }
-        for (field, scale) in [("k_scale", self.k_scale), ("v_scale", self.v_scale)] {
+        let (queries, keys) =
+            (("queries", problem.q_dtype()), ("keys and values", problem.kv_dtype()));
+        for (field, scale, of) in [
+            ("q_scale", self.q_scale, queries),
+            ("k_scale", self.k_scale, keys),
+            ("v_scale", self.v_scale, keys),
+        ] {
             if let Some(scale) = scale {
-                check_scale(field, scale, problem)?;
+                check_scale(field, scale, of, problem)?;
             }
         }
         Ok(())
@@ -170,7 +178,7 @@ impl OutputLayout<'_> {
         let l = problem.lengths();
         let (heads, at) = (problem.q_heads(), problem.q_arrangement());
         let shape = l.q_shape(at, &[heads, problem.value_dim()]);
-        check_tensor("o", self.o, problem.q_dtype(), &shape)?;
+        check_tensor("o", self.o, problem.out_dtype(), &shape)?;
         match self.lse {
             None => Ok(()),
             Some(lse) => check_shape("lse", lse, &l.q_shape(at, &[heads])),
@@ -296,9 +304,14 @@ fn check_table(table: &Strided, problem: &Problem, layout: &CacheLayout) -> Resu
     Ok(())
 }
 
-fn check_scale(field: &'static str, scale: &Strided, problem: &Problem) -> Result<(), Error> {
-    if !problem.kv_dtype().is_fp8() {
-        let expected = format!("none with {} keys and values", problem.kv_dtype());
+fn check_scale(
+    field: &'static str,
+    scale: &Strided,
+    (scaled, dtype): (&'static str, DType),
+    problem: &Problem,
+) -> Result<(), Error> {
+    if !dtype.is_fp8() {
+        let expected = format!("none with {dtype} {scaled}");
         return Err(Error::invalid(field, expected, "a tensor"));
     }
     let (batch, heads) = (problem.lengths().batch(), problem.kv_heads());
@@ -325,6 +338,7 @@ mod tests {
             bias: None,
             alibi: None,
             sinks: None,
+            q_scale: None,
             k_scale: None,
             v_scale: None,
         }

@@ -38,10 +38,20 @@ impl DType {
         }
     }
 
-    /// Whether this is one of the two 8-bit formats, which only a key/value cache may have.
+    /// Whether this is one of the two 8-bit formats, which no output has.
     #[must_use]
     pub const fn is_fp8(self) -> bool {
         matches!(self, Self::F8E4M3 | Self::F8E5M2)
+    }
+
+    /// The type of the outputs that queries of this type give: bf16 for fp8, whose range an output would not fit
+    /// without a scale that nobody knows before.
+    #[must_use]
+    pub const fn output(self) -> Self {
+        match self {
+            Self::F8E4M3 | Self::F8E5M2 => Self::BF16,
+            Self::F32 | Self::F16 | Self::BF16 => self,
+        }
     }
 
     /// Half the distance from 1 to the next value: the largest relative error of one rounding.

@@ -65,6 +65,8 @@ pub struct Inputs<'a> {
     pub alibi: Option<View<'a, f32>>,
     /// Attention sinks.
     pub sinks: Option<View<'a, f32>>,
+    /// fp8 queries only: query = stored * scale. Query heads that share a KV head share its scale.
+    pub q_scale: Option<View<'a, f32>>,
     /// fp8 keys only: key = stored * scale.
     pub k_scale: Option<View<'a, f32>>,
     /// fp8 values only: value = stored * scale.
@@ -124,6 +126,7 @@ impl<'a> Inputs<'a> {
             bias: None,
             alibi: None,
             sinks: None,
+            q_scale: None,
             k_scale: None,
             v_scale: None,
         }
@@ -151,6 +154,7 @@ impl<'a> Inputs<'a> {
             bias: self.bias.as_ref().map(View::layout),
             alibi: self.alibi.as_ref().map(View::layout),
             sinks: self.sinks.as_ref().map(View::layout),
+            q_scale: self.q_scale.as_ref().map(View::layout),
             k_scale: self.k_scale.as_ref().map(View::layout),
             v_scale: self.v_scale.as_ref().map(View::layout),
         }
@@ -169,7 +173,9 @@ impl<'a> Inputs<'a> {
             let pages = k_cache.shape().first().copied().unwrap_or(0);
             check_pages(block_table, problem, layout, pages)?;
         }
-        for (field, scale) in [("k_scale", &self.k_scale), ("v_scale", &self.v_scale)] {
+        for (field, scale) in
+            [("q_scale", &self.q_scale), ("k_scale", &self.k_scale), ("v_scale", &self.v_scale)]
+        {
             if let Some(scale) = scale {
                 check_scale(field, scale, problem)?;
             }
@@ -215,6 +221,12 @@ impl<'a> Inputs<'a> {
         }
     }
 
+    /// The factor that makes stored queries of one sequence and the heads of one KV head real; 1 without a scale.
+    #[must_use]
+    pub fn q_scale_of(&self, sequence: usize, kv_head: usize) -> f32 {
+        scale_of(self.q_scale.as_ref(), sequence, kv_head)
+    }
+
     /// The factor that makes stored keys of one sequence and KV head real; 1 without a scale.
     #[must_use]
     pub fn k_scale_of(&self, sequence: usize, kv_head: usize) -> f32 {
@@ -257,7 +269,7 @@ impl ForwardResults<'_> {
         let (heads, at) = (problem.q_heads(), problem.q_arrangement());
         let shape = l.q_shape(at, &[heads, problem.value_dim()]);
         for (field, tensor) in [("o", &self.o), ("do", &self.d_o)] {
-            check_tensor(field, Operand::of_view(tensor), problem.q_dtype(), &shape)?;
+            check_tensor(field, Operand::of_view(tensor), problem.out_dtype(), &shape)?;
         }
         check_shape("lse", self.lse.layout(), &l.q_shape(at, &[heads]))
     }
@@ -278,7 +290,7 @@ impl Gradients<'_> {
         };
         let l = problem.lengths();
         let (heads, kv_heads) = (problem.q_heads(), problem.kv_heads());
-        let dtype = problem.q_dtype();
+        let dtype = problem.out_dtype();
         let shape = l.q_shape(problem.q_arrangement(), &[heads, problem.head_dim()]);
         check_tensor("dq", Operand::of_view_mut(&self.dq), dtype, &shape)?;
         let shape = l.kv_shape(*kv_at, &[kv_heads, problem.head_dim()]);

@@ -83,8 +83,10 @@ pub enum Feature {
     PaddedQueries,
     /// Padded key side.
     PaddedKeys,
-    /// Keys and values in fp8.
+    /// Keys and values in fp8 under queries of a wider type.
     Fp8Cache,
+    /// Queries in fp8, with keys and values in the same format.
+    Fp8Queries,
     /// Equal bits for equal calls.
     Deterministic,
     /// Bits of a sequence independent of its batch mates.
@@ -101,7 +103,7 @@ pub enum Feature {
 
 impl Feature {
     /// Every feature.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 21] = [
         Self::Causal,
         Self::Window,
         Self::BooleanMask,
@@ -116,6 +118,7 @@ impl Feature {
         Self::PaddedQueries,
         Self::PaddedKeys,
         Self::Fp8Cache,
+        Self::Fp8Queries,
         Self::Deterministic,
         Self::BatchInvariant,
         Self::SinksGradient,
@@ -142,6 +145,7 @@ impl Feature {
             Self::PaddedQueries => "padded queries",
             Self::PaddedKeys => "padded keys",
             Self::Fp8Cache => "fp8 cache",
+            Self::Fp8Queries => "fp8 queries",
             Self::Deterministic => "deterministic",
             Self::BatchInvariant => "batch invariant",
             Self::SinksGradient => "gradient of sinks",
@@ -218,7 +222,9 @@ impl Features {
             (problem.cache_layout().is_some(), Feature::Paged),
             (spec.q_arrangement == padded, Feature::PaddedQueries),
             (spec.kv == crate::problem::KvStorage::Dense(padded), Feature::PaddedKeys),
-            (spec.kv_dtype.is_fp8(), Feature::Fp8Cache),
+            // A kernel may multiply fp8 by fp8 and have no way to widen a cache.
+            (spec.kv_dtype.is_fp8() && !spec.q_dtype.is_fp8(), Feature::Fp8Cache),
+            (spec.q_dtype.is_fp8(), Feature::Fp8Queries),
             (spec.options.deterministic, Feature::Deterministic),
             (spec.options.batch_invariant, Feature::BatchInvariant),
             (spec.want_dsinks, Feature::SinksGradient),
@@ -296,7 +302,7 @@ pub struct KernelDesc {
     pub engine: Engine,
     /// How it divides its work.
     pub family: Family,
-    /// Query and output types it takes.
+    /// Query types it takes; [`Problem::out_dtype`] is then the output's.
     pub q_dtypes: &'static [DType],
     /// Key and value types it takes.
     pub kv_dtypes: &'static [DType],
@@ -362,6 +368,10 @@ mod tests {
         {
             assert!(got.contains(feature), "{feature}");
         }
+        assert!(!got.contains(Feature::Fp8Queries));
+        spec.q_dtype = DType::F8E4M3;
+        let got = required(&spec);
+        assert!(got.contains(Feature::Fp8Queries) && !got.contains(Feature::Fp8Cache));
     }
 
     #[test]

@@ -85,9 +85,10 @@ pub struct Options {
 pub struct ProblemSpec {
     /// Forward or backward.
     pub pass: Pass,
-    /// Stored type of queries and of every output but the LSE.
+    /// Stored type of queries, fp8 E4M3 in a forward alone, and of every output but the LSE; of fp8 queries the
+    /// output is bf16.
     pub q_dtype: DType,
-    /// Stored type of keys and values: that of queries, or fp8.
+    /// Stored type of keys and values: that of queries, or, unless these are fp8, an fp8 type.
     pub kv_dtype: DType,
     /// Query heads; a multiple of `kv_heads`, 0 allowed.
     pub q_heads: usize,
@@ -242,10 +243,16 @@ impl Problem {
         self.inner.spec.pass
     }
 
-    /// Stored type of queries and outputs.
+    /// Stored type of queries.
     #[must_use]
     pub fn q_dtype(&self) -> DType {
         self.inner.spec.q_dtype
+    }
+
+    /// Stored type of the output, and of the gradients of q, k and v: [`DType::output`] of the queries' type.
+    #[must_use]
+    pub fn out_dtype(&self) -> DType {
+        self.q_dtype().output()
     }
 
     /// Stored type of keys and values.
@@ -522,12 +529,17 @@ fn check_heads(spec: &ProblemSpec, lengths: &Lengths) -> Result<(), Error> {
 }
 
 fn check_dtypes(spec: &ProblemSpec) -> Result<(), Error> {
-    if spec.q_dtype.is_fp8() {
-        return Err(Error::unsupported("q_dtype", "no kernel computes with fp8 queries yet"));
+    let (q, kv) = (spec.q_dtype, spec.kv_dtype);
+    if q == DType::F8E5M2 {
+        return Err(Error::invalid("q_dtype", "f32, f16, bf16 or fp8_e4m3", q));
     }
-    if spec.kv_dtype != spec.q_dtype && !spec.kv_dtype.is_fp8() {
-        let expected = format!("{} or an fp8 type", spec.q_dtype);
-        return Err(Error::invalid("kv_dtype", expected, spec.kv_dtype));
+    // Products of fp8 queries are made of fp8 keys, of the same format.
+    if q.is_fp8() && kv != q {
+        let expected = format!("{q}, as the queries");
+        return Err(Error::invalid("kv_dtype", expected, kv));
+    }
+    if kv != q && !kv.is_fp8() {
+        return Err(Error::invalid("kv_dtype", format!("{q} or an fp8 type"), kv));
     }
     Ok(())
 }
@@ -586,6 +598,9 @@ fn check_gradients(spec: &ProblemSpec) -> Result<(), Error> {
         }
     }
     if spec.pass == Pass::Backward {
+        if spec.q_dtype.is_fp8() {
+            return Err(Error::invalid("q_dtype", "f32, f16 or bf16 in a backward", spec.q_dtype));
+        }
         if matches!(spec.kv, KvStorage::Paged(_)) {
             let reason = "gradients are defined for dense keys; gather the pages first";
             return Err(Error::unsupported("backward over a paged cache", reason));

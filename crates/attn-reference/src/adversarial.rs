@@ -16,9 +16,9 @@ pub enum Pattern {
     Normal,
     /// Scores rise from the first key to the last: every tile raises the running maximum.
     LargestLast,
-    /// All scores near -1e5: a maximum that starts at 0, or any finite stand-in for -inf, gives 0/0.
+    /// All scores near -1e5, or as far down as fp8 queries and keys reach: a maximum that starts at 0, or any finite stand-in for -inf, gives 0/0.
     FarBelow,
-    /// All scores near +1e5: an exponential without the maximum taken off is infinite.
+    /// All scores near +1e5, or as far up as fp8 reaches: an exponential without the maximum taken off is infinite.
     FarAbove,
     /// All scores of a row equal: the weights are exactly 1/n and sums of them must not drift.
     Equal,
@@ -86,8 +86,12 @@ impl Pattern {
                 scale_all(&mut k, 17.0);
             }
             Self::Tiny => {
-                let factor =
-                    if problem.q_dtype() == DType::F16 { 2f32.powi(-13) } else { 2f32.powi(-30) };
+                let factor = match problem.q_dtype() {
+                    DType::F32 | DType::BF16 => 2f32.powi(-30),
+                    DType::F16 => 2f32.powi(-13),
+                    // Below the smallest normal value, which is 2^-6.
+                    DType::F8E4M3 | DType::F8E5M2 => 2f32.powi(-7),
+                };
                 for values in [&mut q, &mut k, &mut v] {
                     scale_all(values, factor);
                 }
@@ -186,6 +190,23 @@ mod tests {
                 assert!(rest.fold(0.0, |m: f64, (_, s)| m.max(*s)) + 80.0 < row[20], "{row:?}");
             }
         }
+    }
+
+    #[test]
+    fn patterns_reach_as_far_as_fp8_does() {
+        let largest = 448.0 * LEVER * 0.25;
+        let spec = ProblemSpec::new(DType::F8E4M3, 2, 1, 16, &[3], &[40]);
+        let problem = Problem::new(spec).unwrap();
+        for pattern in Pattern::ALL {
+            let values = pattern.sequence(&problem, 0, 9);
+            let far = values.k.iter().fold(0f32, |far, x| far.max(x.abs()));
+            let is_far = matches!(pattern, Pattern::FarBelow | Pattern::FarAbove);
+            assert_eq!(far > 448.0, is_far, "{pattern:?} {far}");
+            let tiny = values.q.iter().all(|q| q.abs() < 2f32.powi(-4));
+            assert_eq!(tiny, pattern == Pattern::Tiny, "{pattern:?}");
+        }
+        // Clamped to the format, the level is far below every finite stand-in for a score.
+        assert!(largest > 7000.0);
     }
 
     #[test]

@@ -25,7 +25,7 @@ impl OutputBuffers {
         let (l, at, heads) = (problem.lengths(), problem.q_arrangement(), problem.q_heads());
         let o = l.q_shape(at, &[heads, problem.value_dim()]);
         Ok(Self {
-            o: OutputTensor::new("o", problem.q_dtype(), &o, own(placement))?,
+            o: OutputTensor::new("o", problem.out_dtype(), &o, own(placement))?,
             lse: OutputTensor::per_head("lse", &l.q_shape(at, &[heads]), own(placement))?,
         })
     }
@@ -64,7 +64,7 @@ impl GradientBuffers {
         let KvStorage::Dense(kv_at) = problem.kv() else {
             return Err(Error::invalid("kv", "dense keys and values", "a paged cache"));
         };
-        let (l, dtype, placement) = (problem.lengths(), problem.q_dtype(), own(placement));
+        let (l, dtype, placement) = (problem.lengths(), problem.out_dtype(), own(placement));
         let (heads, kv_heads) = (problem.q_heads(), problem.kv_heads());
         let dq = l.q_shape(problem.q_arrangement(), &[heads, problem.head_dim()]);
         let dk = l.kv_shape(*kv_at, &[kv_heads, problem.head_dim()]);

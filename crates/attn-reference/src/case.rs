@@ -28,6 +28,8 @@ pub enum Theme {
     Scores,
     /// Paged and fp8 caches.
     Paged,
+    /// Queries, keys and values in fp8.
+    Fp8,
     /// Strides.
     Layouts,
     /// Nothing to do, or nothing to see.
@@ -112,8 +114,10 @@ pub struct Recipe {
     pub pair_gap: usize,
     /// Value of every sink; `None` draws them.
     pub sink: Option<f32>,
-    /// fp8 scales.
+    /// fp8 scales of keys and values.
     pub scales: Scales,
+    /// Scales of fp8 queries; of no meaning to others.
+    pub q_scales: Scales,
     /// Pages, for a paged cache.
     pub pages: Option<Pages>,
 }
@@ -179,6 +183,7 @@ impl Case {
             pair_gap: 0,
             sink: None,
             scales: Scales::None,
+            q_scales: Scales::None,
             pages: None,
         };
         Self { name, theme: Theme::Shapes, spec, recipe }
@@ -315,6 +320,13 @@ impl Case {
     pub fn padded(mut self) -> Self {
         self.spec.q_arrangement = Arrangement::Padded;
         self.spec.kv = KvStorage::Dense(Arrangement::Padded);
+        self
+    }
+
+    /// Scales of queries, keys and values of a case made with fp8 queries.
+    #[must_use]
+    pub fn scales(mut self, queries: Scales, keys: Scales) -> Self {
+        (self.recipe.q_scales, self.recipe.scales) = (queries, keys);
         self
     }
 

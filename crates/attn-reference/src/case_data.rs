@@ -39,6 +39,7 @@ pub struct CaseData {
     bias: Option<Pairs<f32>>,
     alibi: Option<Vec<f32>>,
     sinks: Option<Vec<f32>>,
+    q_scale: Option<ScaleTensor>,
     k_scale: Option<ScaleTensor>,
     v_scale: Option<ScaleTensor>,
     expected: OnceLock<Result<Expected, Error>>,
@@ -70,11 +71,13 @@ impl CaseData {
         let (problem, recipe) = (case.problem()?, &case.recipe);
         let (l, heads) = (problem.lengths(), problem.q_heads());
         let random = |salt: u64| Random::new(recipe.seed.wrapping_add(salt));
+        let q_scales = if problem.q_dtype().is_fp8() { recipe.q_scales } else { Scales::None };
         let maker = Maker {
             problem: &problem,
             values: (0..l.batch())
                 .map(|sequence| recipe.pattern.sequence(&problem, sequence, recipe.seed))
                 .collect(),
+            q_scale: ScaleTensor::new(q_scales, &problem, &mut random(9)),
             k_scale: ScaleTensor::new(recipe.scales, &problem, &mut random(1)),
             v_scale: ScaleTensor::new(recipe.scales, &problem, &mut random(2)),
         };
@@ -127,6 +130,7 @@ impl CaseData {
             bias,
             alibi,
             sinks,
+            q_scale: maker.q_scale,
             k_scale: maker.k_scale,
             v_scale: maker.v_scale,
             expected: OnceLock::new(),
@@ -176,6 +180,7 @@ impl CaseData {
             bias: self.bias.as_ref().map(|x| x.view("bias")).transpose()?,
             alibi: self.alibi.as_deref().map(|x| vector("alibi", x)).transpose()?,
             sinks: self.sinks.as_deref().map(|x| vector("sinks", x)).transpose()?,
+            q_scale: self.q_scale.as_ref().map(|x| x.view("q_scale")).transpose()?,
             k_scale: self.k_scale.as_ref().map(|x| x.view("k_scale")).transpose()?,
             v_scale: self.v_scale.as_ref().map(|x| x.view("v_scale")).transpose()?,
         })
@@ -247,7 +252,7 @@ impl CaseData {
             let forward = &self.expected()?.reference;
             let mut o = forward.o.iter();
             let next = |_: &[usize]| to_f32(o.next().copied().unwrap_or(f64::NAN));
-            let dtype = problem.q_dtype();
+            let dtype = problem.out_dtype();
             let o = InputTensor::new("o", dtype, d_o.shape(), Placement::Contiguous, next)?;
             let lse = forward.lse.iter().map(|&x| to_f32(x)).collect();
             Ok(ExpectedGradients { reference, baseline, o, lse })
@@ -292,8 +297,15 @@ impl ScaleTensor {
             Scales::PerHead => vec![problem.lengths().batch(), problem.kv_heads()],
         };
         let len = shape.iter().product();
-        // Between 1/64 and 1/8: standard normal values then use most of either fp8 range.
-        let values = (0..len).map(|_| to_f32((-3.0 - 3.0 * random.uniform()).exp2())).collect();
+        let range = if problem.q_dtype().is_fp8() {
+            // Between 1/64 and 2: from most of the range to values that scales pushed near its bottom.
+            (1.0, 7.0)
+        } else {
+            // Between 1/64 and 1/8: standard normal values then use most of either fp8 range.
+            (-3.0, 3.0)
+        };
+        let values =
+            (0..len).map(|_| to_f32((range.0 - range.1 * random.uniform()).exp2())).collect();
         Some(Self { values, shape })
     }
 
@@ -316,10 +328,20 @@ enum Part {
     Value,
 }
 
+/// The value nearest to `x` that fp8 storage has a number for; 16-bit types have room for every recipe.
+fn in_range(dtype: DType, x: f32) -> f32 {
+    match dtype {
+        DType::F8E4M3 => x.clamp(-448.0, 448.0),
+        DType::F8E5M2 => x.clamp(-57344.0, 57344.0),
+        DType::F32 | DType::F16 | DType::BF16 => x,
+    }
+}
+
 /// Writes generated values to where the recipe wants them.
 struct Maker<'p> {
     problem: &'p Problem,
     values: Vec<SequenceValues>,
+    q_scale: Option<ScaleTensor>,
     k_scale: Option<ScaleTensor>,
     v_scale: Option<ScaleTensor>,
 }
@@ -327,18 +349,23 @@ struct Maker<'p> {
 impl Maker<'_> {
     fn queries(&self, placement: Placement) -> Result<InputTensor, Error> {
         let (heads, dim) = (self.problem.q_heads(), self.problem.head_dim());
-        self.query_side("q", dim, placement, |sequence, row, head, d| {
-            self.values[sequence].q[(row * heads + head) * dim + d]
+        let (dtype, group) = (self.problem.q_dtype(), self.problem.group());
+        self.query_side("q", dtype, dim, placement, |sequence, row, head, d| {
+            let value = self.values[sequence].q[(row * heads + head) * dim + d];
+            let scale = self.q_scale.as_ref().map_or(1.0, |x| x.at(sequence, head / group));
+            in_range(dtype, value / scale)
         })
     }
 
     fn d_o(&self, placement: Placement, random: &mut Random) -> Result<InputTensor, Error> {
-        self.query_side("do", self.problem.value_dim(), placement, |_, _, _, _| random.normal())
+        let (dtype, dim) = (self.problem.out_dtype(), self.problem.value_dim());
+        self.query_side("do", dtype, dim, placement, |_, _, _, _| random.normal())
     }
 
     fn query_side(
         &self,
         field: &'static str,
+        dtype: DType,
         dim: usize,
         placement: Placement,
         mut value: impl FnMut(usize, usize, usize, usize) -> f32,
@@ -347,7 +374,7 @@ impl Maker<'_> {
         let shape = l.q_shape(at, &[self.problem.q_heads(), dim]);
         let len_of = |sequence| l.q(sequence);
         let places = Places::new(at, l.batch(), l.longest_q(), len_of);
-        InputTensor::new(field, self.problem.q_dtype(), &shape, placement, |at| {
+        InputTensor::new(field, dtype, &shape, placement, |at| {
             let Some((sequence, row)) = places.locate(at) else {
                 return f32::NAN;
             };
@@ -369,11 +396,7 @@ impl Maker<'_> {
         };
         let value = values[(token * p.kv_heads() + head) * dim + d];
         let scaled = value / scale.as_ref().map_or(1.0, |scale| scale.at(sequence, head));
-        match p.kv_dtype() {
-            DType::F8E4M3 => scaled.clamp(-448.0, 448.0),
-            DType::F8E5M2 => scaled.clamp(-57344.0, 57344.0),
-            DType::F32 | DType::F16 | DType::BF16 => scaled,
-        }
+        in_range(p.kv_dtype(), scaled)
     }
 
     fn dense(

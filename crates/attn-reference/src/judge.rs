@@ -84,7 +84,7 @@ pub fn judge_forward<E>(
     engine(case.problem(), &inputs, buffers.outputs().map_err(unfit)?)
         .map_err(|source| Failure::Engine { case: case.name().to_owned(), source })?;
     let (reference, baseline) = (&expected.reference, expected.baseline);
-    let rule = ErrorRule::new(case.problem().q_dtype());
+    let rule = ErrorRule::new(case.problem().out_dtype());
     let one = |tensor, got: &OutputTensor, want, rule, baseline| {
         judge_tensor(case.name(), tensor, got, want, rule, baseline)
     };
@@ -116,7 +116,7 @@ pub fn judge_backward<E>(
     engine(problem, &inputs, &results, buffers.gradients().map_err(unfit)?)
         .map_err(|source| Failure::Engine { case: case.name().to_owned(), source })?;
     let (reference, baseline) = (&expected.reference, expected.baseline);
-    let rule = ErrorRule::new(problem.q_dtype());
+    let rule = ErrorRule::new(problem.out_dtype());
     let one = |tensor, got: &OutputTensor, want: &[f64], baseline| {
         judge_tensor(case.name(), tensor, got, want, rule, baseline)
     };
@@ -197,7 +197,7 @@ impl ExpectedRows {
             got_o.extend(o_row);
             got_lse.extend(read_view(&lse_row));
         }
-        let rule = ErrorRule::new(problem.q_dtype());
+        let rule = ErrorRule::new(problem.out_dtype());
         let shape = [rows.len(), heads, value_dim];
         let lse_shape = [rows.len(), heads];
         Ok(ForwardVerdict {

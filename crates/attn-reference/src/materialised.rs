@@ -3,7 +3,10 @@
 //! The invariant: inputs in their dtype; scores, softmax and sums in f32; the weights P rounded to the
 //! dtype before they meet V (in a backward, P and dS); the output rounded once. An fp8 cache is
 //! dequantised first, `stored * scale` rounded to the dtype of the queries, and then treated alike:
-//! an engine may keep the product in f32 and be better, none needs to be worse.
+//! an engine may keep the product in f32 and be better, none needs to be worse. With fp8 queries nothing is
+//! rounded on the way in (`stored * scale` is f32), P is rounded to E4M3 as `exp(s - max)` over the keys of
+//! the row, and the output to bf16. A normalised P would have no bits left in E4M3 once a row has some
+//! hundred keys, so no evaluation rounds one there: it would grant an error that no engine makes.
 //!
 //! An error of one evaluation can be small by luck, above all on a case of a few elements, and twice
 //! nothing is nothing. So the baseline is the worst of several evaluations that all fit the definition
@@ -24,13 +27,16 @@ use crate::rows::{key_rows, query_rows, value_rows};
 pub enum Evaluation {
     /// Sums from the first term to the last; P is rounded before it is normalised.
     Sequential,
-    /// Sums from the last term to the first; P is normalised before it is rounded.
+    /// Sums from the last term to the first; P is normalised before it is rounded, unless that is to fp8.
     Reversed,
     /// Eight partial sums, exponentials in base 2, and a backward that recomputes P from the f32 LSE, as
     /// vector and tensor-core kernels do.
     Lanes,
     /// Sums of products in blocks, each added exactly and the sum cut, not rounded, to f32, as matrix units
-    /// accumulate 16-bit products. A library's matrix product on such a device has this error too.
+    /// accumulate 16-bit products; those of fp8 products align every term and keep 14 bits of each. A
+    /// library's matrix product on such a device has this error too.
+    ///
+    /// Source: for fp8, DeepSeek-V3 Technical Report, arXiv:2412.19437, section 3.5.2, on Hopper.
     Blocks,
 }
 
@@ -64,11 +70,11 @@ impl Evaluation {
         sums.iter().sum()
     }
 
-    fn dot(self, a: &[f32], b: &[f32]) -> f32 {
+    fn dot(self, unit: Unit, a: &[f32], b: &[f32]) -> f32 {
         if self == Self::Blocks {
-            return a.chunks(BLOCK).zip(b.chunks(BLOCK)).fold(0.0, |sum, (a, b)| {
+            return a.chunks(unit.block).zip(b.chunks(unit.block)).fold(0.0, |sum, (a, b)| {
                 let terms = a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b));
-                cut(f64::from(sum) + terms.sum::<f64>())
+                unit.add(sum, terms)
             });
         }
         let mut sums = [0.0; LANES];
@@ -79,9 +85,9 @@ impl Evaluation {
     }
 
     /// `sum of factor * row` over the rows `[len, dim]` whose factor is not 0.
-    fn combine(self, factors: &[f32], rows: &[f32], dim: usize) -> Vec<f32> {
+    fn combine(self, unit: Unit, factors: &[f32], rows: &[f32], dim: usize) -> Vec<f32> {
         if self == Self::Blocks {
-            return combine_blocks(factors, rows, dim);
+            return combine_blocks(unit, factors, rows, dim);
         }
         let mut sums = vec![0.0; LANES * dim];
         for (n, lane) in self.terms(factors.len()) {
@@ -99,19 +105,48 @@ impl Evaluation {
     }
 }
 
-/// [`Evaluation::combine`] of [`Evaluation::Blocks`].
-fn combine_blocks(factors: &[f32], rows: &[f32], dim: usize) -> Vec<f32> {
-    let mut sums = vec![0.0f32; dim];
-    let mut block = vec![0.0f64; dim];
-    for (factors, rows) in factors.chunks(BLOCK).zip(rows.chunks(BLOCK * dim)) {
-        block.fill(0.0);
-        for (&factor, row) in factors.iter().zip(rows.chunks(dim)).filter(|(f, _)| **f != 0.0) {
-            for (to, &x) in block.iter_mut().zip(row) {
-                *to += f64::from(factor) * f64::from(x);
-            }
+/// How a matrix unit adds products.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Unit {
+    /// Products that it sums at once: the inner extent of an instruction.
+    block: usize,
+    /// Bits that are kept of each term, counted from the highest of the largest; `None` keeps all.
+    bits: Option<i32>,
+}
+
+impl Unit {
+    const fn of(dtype: DType) -> Self {
+        match dtype {
+            DType::F8E4M3 | DType::F8E5M2 => Self { block: 32, bits: Some(14) },
+            DType::F32 | DType::F16 | DType::BF16 => Self { block: 16, bits: None },
         }
-        for (sum, &block) in sums.iter_mut().zip(&block) {
-            *sum = cut(f64::from(*sum) + block);
+    }
+
+    /// A sum with the products of a block added to it.
+    fn add(self, sum: f32, terms: impl Iterator<Item = f64> + Clone) -> f32 {
+        let terms = std::iter::once(f64::from(sum)).chain(terms);
+        let Some(bits) = self.bits else {
+            return cut(terms.sum());
+        };
+        let largest = terms.clone().fold(0.0, |largest: f64, x| largest.max(x.abs()));
+        // NaN and infinities are what they are; below the normal numbers nothing is lost.
+        if !terms.clone().all(f64::is_finite) || largest < f64::from(f32::MIN_POSITIVE) {
+            return cut(terms.sum());
+        }
+        // The place of the last bit that is kept: all values lie far inside the range of f64.
+        let exponent = f64::from_bits(largest.to_bits() & !((1 << 52) - 1));
+        let unit = exponent * f64::from(2f32).powi(1 - bits);
+        cut(terms.map(|x| (x / unit).trunc() * unit).sum())
+    }
+}
+
+/// [`Evaluation::combine`] of [`Evaluation::Blocks`].
+fn combine_blocks(unit: Unit, factors: &[f32], rows: &[f32], dim: usize) -> Vec<f32> {
+    let mut sums = vec![0.0f32; dim];
+    for (factors, rows) in factors.chunks(unit.block).zip(rows.chunks(unit.block * dim)) {
+        for (d, sum) in sums.iter_mut().enumerate() {
+            let terms = factors.iter().zip(rows.chunks(dim)).filter(|(f, _)| **f != 0.0);
+            *sum = unit.add(*sum, terms.map(|(&f, row)| f64::from(f) * f64::from(row[d])));
         }
     }
     sums
@@ -267,13 +302,14 @@ fn worst_forward(
 /// Partial sums of [`Evaluation::Lanes`].
 const LANES: usize = 8;
 
-/// Products that a matrix unit sums at once: the inner extent of a 16-bit product instruction.
-const BLOCK: usize = 16;
-
 /// One query head of one sequence, in its dtype as f32.
 struct Head<'a> {
     evaluation: Evaluation,
+    unit: Unit,
+    /// What weights are rounded to.
     dtype: DType,
+    /// What outputs are rounded to.
+    out_dtype: DType,
     q: Vec<f32>,
     k: Vec<f32>,
     v: Vec<f32>,
@@ -315,25 +351,29 @@ impl<'a> Head<'a> {
     ) -> Result<Self, Error> {
         let dtype = problem.q_dtype();
         let kv_head = head / problem.group();
-        let fp8 = problem.kv_dtype().is_fp8();
-        let dequantised = |mut stored: Vec<f32>, scale: f32| {
-            if fp8 {
-                for x in &mut stored {
-                    *x = dtype.round(*x * scale);
-                }
+        // The type that dequantised values are rounded to; those of the queries' own type are not, for
+        // fp8 queries meet fp8 keys as they are stored.
+        let rounding = if dtype.is_fp8() { DType::F32 } else { dtype };
+        let dequantised = |stored: Vec<f32>, is_fp8: bool, scale: f32| -> Vec<f32> {
+            if !is_fp8 {
+                return stored;
             }
-            stored
+            stored.into_iter().map(|x| rounding.round(x * scale)).collect()
         };
+        let (q_fp8, kv_fp8) = (dtype.is_fp8(), problem.kv_dtype().is_fp8());
+        let q = query_rows(problem, "q", &inputs.q, sequence, head)?;
         let k = key_rows(problem, inputs, sequence, kv_head)?;
         let v = value_rows(problem, inputs, sequence, kv_head)?;
         let of_head =
             |tensor: &Option<View<'_, f32>>| tensor.as_ref().and_then(|view| view.get(&[head]));
         Ok(Self {
             evaluation,
+            unit: Unit::of(dtype),
             dtype,
-            q: query_rows(problem, "q", &inputs.q, sequence, head)?,
-            k: dequantised(k, inputs.k_scale_of(sequence, kv_head)),
-            v: dequantised(v, inputs.v_scale_of(sequence, kv_head)),
+            out_dtype: problem.out_dtype(),
+            q: dequantised(q, q_fp8, inputs.q_scale_of(sequence, kv_head)),
+            k: dequantised(k, kv_fp8, inputs.k_scale_of(sequence, kv_head)),
+            v: dequantised(v, kv_fp8, inputs.v_scale_of(sequence, kv_head)),
             head_dim: problem.head_dim(),
             value_dim: problem.value_dim(),
             q_len: problem.lengths().q(sequence),
@@ -362,7 +402,7 @@ impl<'a> Head<'a> {
             if !self.mask.sees(row, key) {
                 continue;
             }
-            let raw = self.scale * self.evaluation.dot(self.q(row), self.k(key));
+            let raw = self.scale * self.evaluation.dot(self.unit, self.q(row), self.k(key));
             let mut value = self.softcap.map_or(raw, |cap| cap * (raw / cap).tanh());
             if let Some(bias) = &self.bias {
                 value += bias.get(&[row, key]).unwrap_or(f32::NAN);
@@ -391,20 +431,23 @@ impl<'a> Head<'a> {
         let mut weights: Vec<f32> = scores.value.iter().map(|&s| exp(s)).collect();
         let sink_weight = exp(self.sink);
         let sum = self.evaluation.sum(&weights) + sink_weight;
-        let rounded = |weights: &[f32]| -> Vec<f32> {
-            weights.iter().map(|&w| self.dtype.round(w)).collect()
+        let rounded = |weights: &[f32], unit: f32| -> Vec<f32> {
+            weights.iter().map(|&w| self.dtype.round(w / unit)).collect()
         };
-        let unnormalised = rounded(&weights);
+        // A sink far above the keys would leave their weights no bits in fp8: there the largest key's is 1.
+        let largest = weights.iter().fold(0.0, |largest: f32, &w| largest.max(w));
+        let unit = if self.dtype.is_fp8() && largest > 0.0 { largest } else { 1.0 };
+        let unnormalised = rounded(&weights, unit);
         for weight in &mut weights {
             *weight /= sum;
         }
         let (factors, divisor) = match self.evaluation {
-            Evaluation::Reversed => (rounded(&weights), 1.0),
-            Evaluation::Sequential | Evaluation::Lanes | Evaluation::Blocks => (unnormalised, sum),
+            Evaluation::Reversed if !self.dtype.is_fp8() => (rounded(&weights, 1.0), 1.0),
+            _ => (unnormalised, sum / unit),
         };
-        let mut o = self.evaluation.combine(&factors, &self.v, self.value_dim);
+        let mut o = self.evaluation.combine(self.unit, &factors, &self.v, self.value_dim);
         for x in &mut o {
-            *x = self.dtype.round(*x / divisor);
+            *x = self.out_dtype.round(*x / divisor);
         }
         let lse = match self.evaluation {
             Evaluation::Sequential | Evaluation::Reversed => max + sum.ln(),

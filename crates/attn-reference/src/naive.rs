@@ -243,7 +243,10 @@ impl<'a> Head<'a> {
             tensor.as_ref().and_then(|view| view.get(&[head])).map(f64::from)
         };
         Ok(Self {
-            q: exact(query_rows(problem, "q", &inputs.q, sequence, head)?, 1.0),
+            q: exact(
+                query_rows(problem, "q", &inputs.q, sequence, head)?,
+                inputs.q_scale_of(sequence, kv_head),
+            ),
             k: exact(k, inputs.k_scale_of(sequence, kv_head)),
             v: exact(v, inputs.v_scale_of(sequence, kv_head)),
             head_dim: problem.head_dim(),

@@ -150,7 +150,10 @@ impl<'a, F: Scalar> Head<'a, F> {
             tensor.as_ref().and_then(|view| view.get(&[head])).map(F::from_f32)
         };
         Ok(Self {
-            q: scaled(query_rows(problem, "q", &inputs.q, sequence, head)?, 1.0),
+            q: scaled(
+                query_rows(problem, "q", &inputs.q, sequence, head)?,
+                inputs.q_scale_of(sequence, kv_head),
+            ),
             k: scaled(k, inputs.k_scale_of(sequence, kv_head)),
             v: scaled(v, inputs.v_scale_of(sequence, kv_head)),
             head_dim: problem.head_dim(),

@@ -34,9 +34,10 @@ impl fmt::Display for Explanation<'_> {
         writeln!(f, "{kernel} ({engine}, {family}): {reason}")?;
         writeln!(
             f,
-            "  call: {pass}, q {}, kv {}, heads {}:{}, dim {}:{}, {} sequences, rows up to {}, keys up to {}",
+            "  call: {pass}, q {}, kv {}, o {}, heads {}:{}, dim {}:{}, {} sequences, rows up to {}, keys up to {}",
             problem.q_dtype(),
             problem.kv_dtype(),
+            problem.out_dtype(),
             problem.q_heads(),
             problem.kv_heads(),
             problem.head_dim(),

@@ -11,6 +11,7 @@ use proptest::prelude::*;
 use crate::{Error, PlanCache, choose, explain};
 
 const FLOATS: &[DType] = &[DType::F32, DType::F16, DType::BF16];
+const QUERIES: &[DType] = &[DType::F32, DType::F16, DType::BF16, DType::F8E4M3];
 const HALVES: &[DType] = &[DType::F16, DType::BF16];
 
 fn one_tile_a_thread(_: &Problem, host: &HostCaps, tile: Tile, _: Split) -> Bytes {
@@ -41,7 +42,10 @@ const fn kernel(name: &'static str, engine: Engine, family: Family) -> KernelDes
         name,
         engine,
         family,
-        q_dtypes: FLOATS,
+        q_dtypes: match family {
+            Family::Prefill | Family::Decode | Family::General => QUERIES,
+            Family::Backward => FLOATS,
+        },
         kv_dtypes: &DType::ALL,
         head_dims: DimRule::ANY,
         value_dims: DimRule::ANY,
@@ -313,6 +317,10 @@ fn device_rejects_types_and_dims_it_was_not_made_for() {
     assert_takes(&fp8, &h, "host_prefill");
     assert_eq!(refusal(&fp8, &h, "device_prefill"), dtype("kv", DType::F8E4M3));
 
+    fp8.q_dtype = DType::F8E4M3;
+    assert_takes(&fp8, &h, "host_prefill");
+    assert_eq!(refusal(&fp8, &h, "device_prefill"), dtype("q", DType::F8E4M3));
+
     let mut dim = spec(&[512], &[512]);
     dim.head_dim = 100;
     let takes = DimRule { min: 8, max: 256, multiple_of: 8 };
@@ -346,6 +354,7 @@ fn asking_for(feature: Feature) -> Option<ProblemSpec> {
         Feature::PaddedQueries => s.q_arrangement = Arrangement::Padded,
         Feature::PaddedKeys => s.kv = KvStorage::Dense(Arrangement::Padded),
         Feature::Fp8Cache => s.kv_dtype = DType::F8E5M2,
+        Feature::Fp8Queries => (s.q_dtype, s.kv_dtype) = (DType::F8E4M3, DType::F8E4M3),
         Feature::Deterministic => s.options.deterministic = true,
         Feature::BatchInvariant => s.options.batch_invariant = true,
         Feature::OddPages => {
@@ -499,6 +508,10 @@ fn any_spec() -> impl Strategy<Value = ProblemSpec> {
         s.options.batch_invariant = bit(9);
         if bit(10) && !is_backward {
             s.kv_dtype = DType::F8E4M3;
+            // Fp8 by fp8, or a cache under wider queries.
+            if bit(12) {
+                s.q_dtype = DType::F8E4M3;
+            }
         }
         if bit(11) {
             s.q_arrangement = Arrangement::Padded;

@@ -368,7 +368,7 @@ fn broadcast_batch(judge: &mut Judge<'_>, way: Way) -> Result<f64, String> {
     }
     // The reference on its own, to see that the view is what it is meant to be.
     let reference = naive::forward_f64(problem, &inputs).map_err(text)?;
-    let rule = ErrorRule::new(problem.q_dtype());
+    let rule = ErrorRule::new(problem.out_dtype());
     let whole = compare::judge(rule, &buffers.values().o, &reference.o, verdict.o.limit);
     if !whole.is_within() {
         return Err(whole.to_string());

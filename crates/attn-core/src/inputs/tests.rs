@@ -143,6 +143,50 @@ fn check_refuses_scales_that_are_not_positive_and_finite() {
 }
 
 #[test]
+fn check_takes_scales_of_queries_with_fp8_queries_alone() {
+    let (q, kv) = ([crate::F8E4M3(0); 40], [crate::F8E4M3(0); 24]);
+    let scale = [0.5f32, 2.0, 1.0, 4.0];
+    let with = |q_dtype, scale: &[f32], shape: &[usize]| {
+        let mut s = spec();
+        (s.q_dtype, s.kv_dtype) = (q_dtype, DType::F8E4M3);
+        let k = View::contiguous("k", &kv, &[6, 2, 2]).expect("fits");
+        let mut i = inputs();
+        i.kv = KvView::Dense { k: TensorView::F8E4M3(k.clone()), v: TensorView::F8E4M3(k) };
+        if q_dtype.is_fp8() {
+            i.q = TensorView::F8E4M3(View::contiguous("q", &q, &[5, 4, 2]).expect("fits"));
+        }
+        i.q_scale = Some(View::contiguous("q_scale", scale, shape).expect("fits"));
+        assert_eq!(i.q_scale_of(1, 0).to_bits(), scale[shape.len() / 2 * 2].to_bits());
+        verdict(s, &i)
+    };
+    for shape in [&[][..], &[1], &[2, 2]] {
+        let scale = &scale[..shape.iter().product()];
+        assert_eq!(with(DType::F8E4M3, scale, shape), Ok(()), "{shape:?}");
+        let err = with(DType::F32, scale, shape).expect_err("f32 queries").to_string();
+        assert_eq!(err, "q_scale: expected none with f32 queries, got a tensor");
+    }
+    // A scale for each query head would be an option half ignored.
+    let err = with(DType::F8E4M3, &[1.0; 8], &[2, 4]).expect_err("query heads").to_string();
+    assert!(err.starts_with("layout of q_scale: expected shape [], [1] or [2, 2]"), "{err}");
+    assert!(with(DType::F8E4M3, &[0.0], &[1]).is_err());
+    assert!(with(DType::F8E4M3, &[1.0, 1.0, f32::NAN, 1.0], &[2, 2]).is_err());
+}
+
+#[test]
+fn outputs_of_fp8_queries_are_bf16() {
+    let mut s = spec();
+    (s.q_dtype, s.kv_dtype) = (DType::F8E4M3, DType::F8E4M3);
+    let problem = Problem::new(s).expect("valid");
+    let (mut half, mut wide) = ([half::bf16::ZERO; 40], [0f32; 40]);
+    let shape = [5, 4, 2];
+    let o = ViewMut::contiguous("o", &mut half, &shape).expect("fits");
+    assert_eq!(Outputs { o: o.into(), lse: None }.check(&problem), Ok(()));
+    let o = ViewMut::contiguous("o", &mut wide, &shape).expect("fits");
+    let err = Outputs { o: o.into(), lse: None }.check(&problem).expect_err("f32").to_string();
+    assert_eq!(err, "layout of o: expected bf16, got f32");
+}
+
+#[test]
 fn sequences_are_found_in_every_arrangement() {
     let data: Vec<f32> = (0u8..60).map(f32::from).collect();
     let p = Problem::new(spec()).expect("valid");

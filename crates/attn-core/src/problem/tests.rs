@@ -34,10 +34,32 @@ fn problem_refuses_each_bad_field_by_name() {
         (refusal(|s| (s.want_dbias, s.bias) = (true, true)), "dbias"),
         (refusal(|s| s.q_lens = vec![usize::MAX, 1]), "q_lens"),
         (refusal(|s| s.kv_lens = vec![1 << 62, 1]), "key elements"),
-        (refusal(|s| (s.q_dtype, s.kv_dtype) = (DType::F8E4M3, DType::F8E4M3)), "q_dtype"),
+        (refusal(|s| (s.q_dtype, s.kv_dtype) = (DType::F8E5M2, DType::F8E5M2)), "q_dtype"),
     ] {
         assert!(got.contains(field), "{got:?} does not name {field}");
     }
+}
+
+#[test]
+fn fp8_queries_want_e4m3_keys_and_give_bf16() {
+    let of = |q, kv| {
+        let mut s = spec();
+        (s.q_dtype, s.kv_dtype) = (q, kv);
+        Problem::new(s)
+    };
+    let e4m3 = DType::F8E4M3;
+    let p = Problem::new(ProblemSpec::new(e4m3, 8, 2, 64, &[3], &[5])).expect("valid");
+    assert_eq!((p.q_dtype(), p.kv_dtype(), p.out_dtype()), (e4m3, e4m3, DType::BF16));
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        assert_eq!(of(dtype, dtype).expect("valid").out_dtype(), dtype);
+        assert_eq!(of(dtype, e4m3).expect("valid").out_dtype(), dtype);
+        let got = of(e4m3, dtype).expect_err("mixed").to_string();
+        assert_eq!(got, format!("kv_dtype: expected fp8_e4m3, as the queries, got {dtype}"));
+    }
+    let got = of(e4m3, DType::F8E5M2).expect_err("mixed").to_string();
+    assert_eq!(got, "kv_dtype: expected fp8_e4m3, as the queries, got fp8_e5m2");
+    let got = of(DType::F8E5M2, e4m3).expect_err("e5m2 queries").to_string();
+    assert_eq!(got, "q_dtype: expected f32, f16, bf16 or fp8_e4m3, got fp8_e5m2");
 }
 
 #[test]
@@ -63,6 +85,14 @@ fn backward_refuses_caches() {
 }
 
 #[test]
+fn backward_refuses_fp8_queries() {
+    let got = refusal(|s| {
+        (s.pass, s.q_dtype, s.kv_dtype) = (Pass::Backward, DType::F8E4M3, DType::F8E4M3);
+    });
+    assert_eq!(got, "q_dtype: expected f32, f16 or bf16 in a backward, got fp8_e4m3");
+}
+
+#[test]
 fn empty_problems_are_problems() {
     for (q, kv) in [(vec![], vec![]), (vec![0, 0], vec![4, 4]), (vec![4], vec![0])] {
         let p = Problem::new(ProblemSpec::new(DType::F32, 4, 2, 64, &q, &kv)).expect("empty");
@@ -76,7 +106,7 @@ fn empty_problems_are_problems() {
 fn equality_follows_every_field() {
     let base = Problem::new(spec()).expect("valid");
     assert_eq!(base, Problem::new(spec()).expect("valid"));
-    let edits: [fn(&mut ProblemSpec); 25] = [
+    let edits: [fn(&mut ProblemSpec); 26] = [
         |s| s.q_dtype = DType::F16,
         |s| s.causal = true,
         |s| s.window_left = Some(3),
@@ -89,6 +119,7 @@ fn equality_follows_every_field() {
         |s| s.options.num_splits = Some(2),
         |s| s.options.disabled_kernels = vec!["x".to_owned()],
         |s| s.kv_dtype = DType::F8E4M3,
+        |s| (s.q_dtype, s.kv_dtype) = (DType::F8E4M3, DType::F8E4M3),
         |s| s.pass = Pass::Backward,
         |s| s.q_heads = 4,
         |s| s.kv_heads = 4,

@@ -80,6 +80,7 @@ struct ForwardParams {
   Pairs block_mask;  // u8 over blocks, non-zero keeps
   PerHead alibi;
   PerHead sinks;
+  PerHead q_scale;  // by KV head, as the others
   PerHead k_scale;
   PerHead v_scale;
 
@@ -185,7 +186,7 @@ struct CopyBlocksParams {
   i32 v_bytes;
 };
 
-static_assert(sizeof(ForwardParams) == 640 && sizeof(MergeStatesParams) == 208);
+static_assert(sizeof(ForwardParams) == 664 && sizeof(MergeStatesParams) == 208);
 static_assert(sizeof(AppendParams) == 288 && sizeof(CopyBlocksParams) == 104);
 
 }  // namespace attn

@@ -56,6 +56,8 @@ pub struct Inputs<'a> {
     pub alibi: Option<DeviceView<'a, f32>>,
     /// Attention sinks.
     pub sinks: Option<DeviceView<'a, f32>>,
+    /// fp8 queries only: query = stored * scale, a positive finite one; query heads that share a KV head share it.
+    pub q_scale: Option<DeviceView<'a, f32>>,
     /// fp8 keys only: key = stored * scale, a positive finite one.
     pub k_scale: Option<DeviceView<'a, f32>>,
     /// fp8 values only: value = stored * scale, a positive finite one.
@@ -89,6 +91,7 @@ impl<'a> Inputs<'a> {
             bias: None,
             alibi: None,
             sinks: None,
+            q_scale: None,
             k_scale: None,
             v_scale: None,
         }
@@ -114,6 +117,7 @@ impl<'a> Inputs<'a> {
             bias: self.bias.as_ref().map(DeviceView::layout),
             alibi: self.alibi.as_ref().map(DeviceView::layout),
             sinks: self.sinks.as_ref().map(DeviceView::layout),
+            q_scale: self.q_scale.as_ref().map(DeviceView::layout),
             k_scale: self.k_scale.as_ref().map(DeviceView::layout),
             v_scale: self.v_scale.as_ref().map(DeviceView::layout),
         }
@@ -128,8 +132,9 @@ impl<'a> Inputs<'a> {
             }
         };
         let masks = [&self.mask, &self.block_mask].into_iter().flatten().map(DeviceView::memory);
-        let floats = [&self.bias, &self.alibi, &self.sinks, &self.k_scale, &self.v_scale];
-        let floats = floats.into_iter().flatten().map(DeviceView::memory);
+        let scales = [&self.q_scale, &self.k_scale, &self.v_scale];
+        let floats = [&self.bias, &self.alibi, &self.sinks].into_iter().chain(scales);
+        let floats = floats.flatten().map(DeviceView::memory);
         [self.q.memory(), k.memory(), v.memory()]
             .into_iter()
             .chain(table)

@@ -213,7 +213,7 @@ impl CudaEngine {
         let partial_bytes = lengths.partial_bytes(problem.value_dim())?;
         let function = self.modules.function(&config.spec, config.dynamic_smem)?;
         let merger = if lengths.partial_rows > 0 {
-            Some(self.modules.function(&config::merge_splits_spec(problem.q_dtype()), 0)?)
+            Some(self.modules.function(&config::merge_splits_spec(problem.out_dtype()), 0)?)
         } else {
             None
         };
@@ -405,7 +405,7 @@ fn launch_forward(
 pub fn instances(plan: &Plan) -> Result<Vec<KernelSpec>, Error> {
     let config = config::forward(plan)?;
     let is_split = config.spec.entry() != Entry::Naive && plan.split != Split::Whole;
-    let merge = is_split.then(|| config::merge_splits_spec(plan.problem.q_dtype()));
+    let merge = is_split.then(|| config::merge_splits_spec(plan.problem.out_dtype()));
     Ok([config.spec].into_iter().chain(merge).collect())
 }
 

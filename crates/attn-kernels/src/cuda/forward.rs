@@ -60,6 +60,7 @@ pub(crate) fn template(problem: &Problem, pack: u32, split: Split) -> ForwardPar
         block_mask: Pairs::default(),
         alibi: PerHead::default(),
         sinks: PerHead::default(),
+        q_scale: PerHead::default(),
         k_scale: PerHead::default(),
         v_scale: PerHead::default(),
         q_starts: 0,
@@ -147,6 +148,7 @@ pub(crate) fn fill(
     }
     params.alibi = per_head(inputs.alibi.as_ref());
     params.sinks = per_head(inputs.sinks.as_ref());
+    params.q_scale = scale(inputs.q_scale.as_ref());
     params.k_scale = scale(inputs.k_scale.as_ref());
     params.v_scale = scale(inputs.v_scale.as_ref());
     Ok(())

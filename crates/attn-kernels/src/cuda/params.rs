@@ -110,6 +110,7 @@ pub(crate) struct ForwardParams {
     pub(crate) block_mask: Pairs,
     pub(crate) alibi: PerHead,
     pub(crate) sinks: PerHead,
+    pub(crate) q_scale: PerHead,
     pub(crate) k_scale: PerHead,
     pub(crate) v_scale: PerHead,
     pub(crate) q_starts: Address,
@@ -223,7 +224,7 @@ mod tests {
 
     #[test]
     fn params_have_the_sizes_that_the_device_asserts() {
-        assert_eq!(size_of::<ForwardParams>(), 640);
+        assert_eq!(size_of::<ForwardParams>(), 664);
         assert_eq!(size_of::<MergeStatesParams>(), 208);
         assert_eq!(size_of::<AppendParams>(), 288);
         assert_eq!(size_of::<CopyBlocksParams>(), 104);

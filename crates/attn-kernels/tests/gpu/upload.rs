@@ -54,7 +54,7 @@ pub(crate) struct Uploaded {
     v: Tensor,
     table: Option<(Typed, LayoutId)>,
     bytes: [Option<Typed>; 2],
-    floats: [Option<Typed>; 5],
+    floats: [Option<Typed>; 6],
 }
 
 impl Uploaded {
@@ -66,7 +66,7 @@ impl Uploaded {
                 (k_cache, v_cache, Some((table, stamp.clone())))
             }
         };
-        let Inputs { mask, block_mask, bias, alibi, sinks, k_scale, v_scale, .. } = inputs;
+        let Inputs { mask, block_mask, bias, alibi, sinks, q_scale, k_scale, v_scale, .. } = inputs;
         let byte = |x: &Option<View<'_, u8>>| x.as_ref().map(|x| Typed::new(stream, x)).transpose();
         let float =
             |x: &Option<View<'_, f32>>| x.as_ref().map(|x| Typed::new(stream, x)).transpose();
@@ -76,7 +76,14 @@ impl Uploaded {
             v: Tensor::new(stream, v)?,
             table,
             bytes: [byte(mask)?, byte(block_mask)?],
-            floats: [float(bias)?, float(alibi)?, float(sinks)?, float(k_scale)?, float(v_scale)?],
+            floats: [
+                float(bias)?,
+                float(alibi)?,
+                float(sinks)?,
+                float(q_scale)?,
+                float(k_scale)?,
+                float(v_scale)?,
+            ],
         })
     }
 
@@ -95,13 +102,14 @@ impl Uploaded {
             x.as_ref().map(Typed::view).transpose()
         }
         let [mask, block_mask] = &self.bytes;
-        let [bias, alibi, sinks, k_scale, v_scale] = &self.floats;
+        let [bias, alibi, sinks, q_scale, k_scale, v_scale] = &self.floats;
         Ok(cuda::Inputs {
             mask: some(mask)?,
             block_mask: some(block_mask)?,
             bias: some(bias)?,
             alibi: some(alibi)?,
             sinks: some(sinks)?,
+            q_scale: some(q_scale)?,
             k_scale: some(k_scale)?,
             v_scale: some(v_scale)?,
             ..cuda::Inputs::new(self.q.tensor()?, kv)

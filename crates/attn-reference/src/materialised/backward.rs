@@ -41,7 +41,7 @@ pub fn backward(
                 let mut result = this.row(&scores);
                 this.backward_weights(&scores, &mut result);
                 let d_o = &d_o[row * value_dim..][..value_dim];
-                let delta = evaluation.dot(&result.o, d_o);
+                let delta = evaluation.dot(this.unit, &result.o, d_o);
                 dsinks[head] -= result.sink_weight * delta;
                 let mut ds = vec![0.0; this.kv_len];
                 for (key, &score) in scores.value.iter().enumerate() {
@@ -53,7 +53,7 @@ pub fn backward(
                     let dv = &mut dv[place * value_dim..][..value_dim];
                     add_scaled(dv, dtype.round(p), d_o);
                     let v = &this.v[key * value_dim..][..value_dim];
-                    let dz = p * (evaluation.dot(d_o, v) - delta);
+                    let dz = p * (evaluation.dot(this.unit, d_o, v) - delta);
                     if let Some(bias) = &inputs.bias {
                         dbias[bias_place(bias.shape(), [sequence, head, row, key])] += dz;
                     }
@@ -66,7 +66,7 @@ pub fn backward(
                     add_scaled(dk, this.scale * ds[key], this.q(row));
                 }
                 let at = (q_place(problem, sequence, row) * heads + head) * dim;
-                let sums = evaluation.combine(&ds, &this.k, dim);
+                let sums = evaluation.combine(this.unit, &ds, &this.k, dim);
                 for (to, from) in dq[at..][..dim].iter_mut().zip(sums) {
                     *to = this.scale * from;
                 }

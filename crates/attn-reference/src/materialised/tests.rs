@@ -42,6 +42,10 @@ fn error_grows_with_the_coarseness_of_the_type() {
     let (f32, f16, bf16) = (error(DType::F32), error(DType::F16), error(DType::BF16));
     assert!(f32.0.o > 0.0 && f32.0.o < 1e-6 && f32.0.lse < 2e-6, "{:?}", f32.0);
     assert!(f16.0.o > 50.0 * f32.0.o && bf16.0.o > 3.0 * f16.0.o);
+    let fp8 = Case::new("coarse", DType::F8E4M3, (2, 1), 32, &[20], &[50]).build().unwrap();
+    let fp8 = fp8.expected().unwrap().baseline;
+    assert!(fp8.o > 3.0 * bf16.0.o && fp8.o < 0.1, "{fp8:?}");
+    assert!(fp8.lse > f32.0.lse && fp8.lse < 2e-3, "{fp8:?}");
     assert!(bf16.0.lse < 1e-5, "scores and LSE stay in f32 whatever the type");
     for pick in [|e: &BackwardError| e.dq, |e: &BackwardError| e.dk, |e: &BackwardError| e.dv] {
         let (a, b, c) = (pick(&f32.1), pick(&f16.1), pick(&bf16.1));
@@ -71,6 +75,92 @@ fn fp8_keys_are_dequantised_to_the_type_of_the_queries() {
     for evaluation in [Evaluation::Sequential, Evaluation::Reversed] {
         let got = forward(&problem, &inputs, evaluation).unwrap();
         assert_eq!(got.lse, [f64::from(want)]);
+    }
+}
+
+/// A call in fp8 of one head, keys `k` and values `v` of one element, whose query and scale are 1.
+fn fp8_row(
+    keys: &[f32],
+    values: &[f32],
+    sink: Option<f32>,
+    evaluation: Evaluation,
+) -> (f64, f64, f64) {
+    let e4m3 = |values: &[f32]| -> Vec<attn_core::F8E4M3> {
+        values.iter().map(|&x| attn_core::Element::from_f32(x)).collect()
+    };
+    let mut spec = ProblemSpec::new(DType::F8E4M3, 1, 1, 1, &[1], &[keys.len()]);
+    (spec.scale, spec.sinks) = (Some(1.0), sink.is_some());
+    let problem = Problem::new(spec).unwrap();
+    let (q, k, v, sinks) = (e4m3(&[1.0]), e4m3(keys), e4m3(values), sink.into_iter());
+    let sinks: Vec<f32> = sinks.collect();
+    let view = |x: &'static str, data| View::contiguous(x, data, &[keys.len(), 1, 1]).unwrap();
+    let inputs = Inputs {
+        sinks: sink.map(|_| View::contiguous("sinks", &sinks, &[1]).unwrap()),
+        ..Inputs::dense(
+            TensorView::F8E4M3(View::contiguous("q", &q, &[1, 1, 1]).unwrap()),
+            TensorView::F8E4M3(view("k", &k)),
+            TensorView::F8E4M3(view("v", &v)),
+        )
+    };
+    let got = forward(&problem, &inputs, evaluation).unwrap();
+    let exact = naive::forward_f64(&problem, &inputs).unwrap();
+    (got.o[0], got.lse[0], exact.o[0])
+}
+
+#[test]
+fn fp8_weights_are_rounded_relative_to_the_largest_key() {
+    // Weights 1 and w = exp(-0.40625); E4M3 has 0.625 and 0.6875 around w = 0.6662.
+    let w = (-0.40625f32).exp();
+    for evaluation in [Evaluation::Sequential, Evaluation::Reversed, Evaluation::Blocks] {
+        let (o, lse, _) = fp8_row(&[0.0, -0.40625], &[0.0, 1.0], None, evaluation);
+        assert_eq!(o, f64::from(bf16::from_f32(0.6875 / (1.0 + w)).to_f32()), "{evaluation:?}");
+        assert!((lse - f64::from(1.0 + w).ln()).abs() < 1e-6, "of weights that are not rounded");
+    }
+    // A sink of 20 makes the weights about 2e-9, where E4M3 has nothing: they are rounded as before.
+    let (o, _, exact) = fp8_row(&[0.0, -0.40625], &[0.0, 1.0], Some(20.0), Evaluation::Lanes);
+    assert!((o / exact - 0.6875 / f64::from(w)).abs() < 5e-3, "{o} {exact}");
+}
+
+#[test]
+fn fp8_weights_survive_many_keys() {
+    // A normalised weight of 1/4096 is 0 in E4M3.
+    for evaluation in Evaluation::ALL {
+        let (o, _, exact) = fp8_row(&[0.5; 4096], &[1.5; 4096], None, evaluation);
+        assert!((o - exact).abs() < 0.03 * exact && exact == 1.5, "{evaluation:?}: {o} {exact}");
+    }
+}
+
+#[test]
+fn fp8_units_keep_fourteen_bits_of_the_largest_term() {
+    let unit = Unit::of(DType::F8E4M3);
+    let tiny = 2f64.powi(-13);
+    assert_eq!(unit.add(1.0, [tiny, tiny].into_iter()), 1.0 + 2.0 * 2f32.powi(-13));
+    assert_eq!(unit.add(1.0, [tiny / 2.0, -tiny * 0.9].into_iter()), 1.0);
+    assert_eq!(unit.add(0.0, [0.0, 0.0].into_iter()), 0.0);
+    assert!(unit.add(f32::NAN, [1.0].into_iter()).is_nan());
+    // 16-bit products are added exactly.
+    assert_eq!(Unit::of(DType::BF16).add(1.0, [tiny / 2.0; 2].into_iter()), 1.0 + 2f32.powi(-13));
+}
+
+#[test]
+fn fp8_queries_are_scaled_and_not_rounded() {
+    let mut spec = ProblemSpec::new(DType::F8E4M3, 1, 1, 1, &[1], &[1]);
+    spec.scale = Some(1.0);
+    let problem = Problem::new(spec).unwrap();
+    let (one, scale) = ([attn_core::F8E4M3(0x39)], [0.1f32]);
+    let view = || TensorView::F8E4M3(View::contiguous("x", &one, &[1, 1, 1]).unwrap());
+    let scale = || Some(View::contiguous("scale", &scale, &[]).unwrap());
+    let inputs = Inputs {
+        q_scale: scale(),
+        k_scale: scale(),
+        v_scale: scale(),
+        ..Inputs::dense(view(), view(), view())
+    };
+    let value = attn_core::Element::to_f32(one[0]) * 0.1;
+    for evaluation in [Evaluation::Sequential, Evaluation::Reversed, Evaluation::Lanes] {
+        let got = forward(&problem, &inputs, evaluation).unwrap();
+        assert!((got.lse[0] - f64::from(value * value)).abs() < 1e-8, "{evaluation:?}");
+        assert_eq!(got.o, [f64::from(bf16::from_f32(value).to_f32())], "{evaluation:?}");
     }
 }
 

@@ -25,7 +25,7 @@ prop_compose! {
         (mask, bias, alibi, sinks) in any::<(bool, bool, bool, bool)>(),
         blocks in prop::option::of((1usize..9, 1usize..9)),
         softcap in prop::option::of(0.2f32..4.0),
-        dtype in prop::sample::select(vec![DType::F32, DType::F16, DType::BF16]),
+        dtype in prop::sample::select(vec![DType::F32, DType::F16, DType::BF16, DType::F8E4M3]),
     ) -> ProblemSpec {
         let (q_lens, kv_lens): (Vec<_>, Vec<_>) = lens.into_iter().unzip();
         let mut s = ProblemSpec::new(dtype, group * kv_heads, kv_heads, head_dim, &q_lens, &kv_lens);
