@@ -5,7 +5,7 @@
 
 use std::fmt::Write as _;
 
-use attn_core::{Feature, KernelDesc};
+use attn_core::{DType, Feature, KernelDesc};
 
 /// One row a feature or limit, one column a kernel, as Markdown.
 pub(crate) fn table(catalog: &[KernelDesc]) -> String {
@@ -15,12 +15,17 @@ pub(crate) fn table(catalog: &[KernelDesc]) -> String {
         // Writing to a string cannot fail.
         let _ = writeln!(text, "| {head} | {} |", cells.join(" | "));
     };
-    let names =
-        |dtypes: &[attn_core::DType]| dtypes.iter().map(|d| d.name()).collect::<Vec<_>>().join(" ");
+    let names = |dtypes: &[DType]| dtypes.iter().map(|d| d.name()).collect::<Vec<_>>().join(" ");
     line("", &|k| format!("`{}`", k.name));
     line("---", &|_| "---".to_owned());
     line("engine, family", &|k| format!("{}, {}", k.engine, k.family));
-    line("q, o", &|k| names(k.q_dtypes));
+    line("q", &|k| names(k.q_dtypes));
+    line("o", &|k| {
+        let mut outputs: Vec<DType> = k.q_dtypes.iter().map(|q| q.output()).collect();
+        outputs.sort();
+        outputs.dedup();
+        names(&outputs)
+    });
     line("k, v", &|k| names(k.kv_dtypes));
     line("head dim", &|k| k.head_dims.to_string());
     line("query rows a sequence", &|k| {

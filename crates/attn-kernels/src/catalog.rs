@@ -4,15 +4,17 @@
 //! missing here, so that a selector refuses it before the kernel could drop it. Order is from the most
 //! special to the most general: a selector takes the first that accepts.
 //!
-//! | kernel | engine | family | q, o | k, v | head and value dims | rows a sequence | not |
+//! | kernel | engine | family | q | k, v | head and value dims | rows a sequence | not |
 //! |---|---|---|---|---|---|---|---|
 //! | `cuda_decode` | cuda | decode | f16 bf16 | as q, or fp8 | multiples of 8 to 256 | at most 16 | |
 //! | `cuda_prefill_sm90a` | cuda | prefill | f16 bf16 | as q | multiples of 8 to 256 | any | fp8, pages of no multiple of 8 rows |
 //! | `cuda_prefill` | cuda | prefill | f16 bf16 | as q, or fp8 | multiples of 8 to 256 | any | |
-//! | `cuda_naive` | cuda | general | f32 f16 bf16 | as q, or fp8 | any | any | |
-//! | `cpu_decode` | cpu | decode | f32 f16 bf16 | as q, or fp8 | any | at most 16 | |
-//! | `cpu_prefill` | cpu | prefill | f32 f16 bf16 | as q, or fp8 | any | any | |
+//! | `cuda_naive` | cuda | general | f32 f16 bf16 e4m3 | as q, or fp8 | any | any | |
+//! | `cpu_decode` | cpu | decode | f32 f16 bf16 e4m3 | as q, or fp8 | any | at most 16 | |
+//! | `cpu_prefill` | cpu | prefill | f32 f16 bf16 e4m3 | as q, or fp8 | any | any | |
 //! | `cpu_backward` | cpu | backward | f32 f16 bf16 | as q | any | any | paged or fp8 cache |
+//!
+//! The output has the type of the queries, bf16 where these are e4m3.
 //!
 //! Every kernel gives equal bits for equal calls, whatever the number of threads. The tiled CUDA kernels want rows
 //! that start on 16 bytes. Those of pages are known to a plan; those of dense tensors are not, and the engine refuses
@@ -49,14 +51,22 @@ pub fn catalog_of(engine: Engine) -> &'static [KernelDesc] {
     &CATALOG[first..first + own]
 }
 
-/// Types with arithmetic; fp8 is a storage type of caches.
-#[cfg(any(feature = "cpu", feature = "cuda"))]
+/// Types of a backward.
+#[cfg(feature = "cpu")]
 const FLOATS: &[DType] = &[DType::F32, DType::F16, DType::BF16];
+
+/// Every type that queries may have.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+const QUERIES: &[DType] = &[DType::F32, DType::F16, DType::BF16, DType::F8E4M3];
 
 /// What a forward can be asked for.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 const FORWARD: Features =
     Features::ALL.without(Feature::SinksGradient).without(Feature::BiasGradient);
+
+/// The same of the kernels whose products are of 16-bit types: they widen the keys of a cache, and no queries.
+#[cfg(feature = "cuda")]
+const TILED: Features = FORWARD.without(Feature::Fp8Queries);
 
 const CATALOG: &[KernelDesc] = &[
     #[cfg(feature = "cuda")]
@@ -76,7 +86,7 @@ const CATALOG: &[KernelDesc] = &[
         // Instructions of Hopper alone.
         min_compute: Some((9, 0)),
         max_compute: Some((9, 0)),
-        features: FORWARD
+        features: TILED
             .without(Feature::Fp8Cache)
             .without(Feature::UnalignedPages)
             .without(Feature::OddPages),
@@ -92,7 +102,7 @@ const CATALOG: &[KernelDesc] = &[
         name: "cuda_naive",
         family: Family::General,
         features: FORWARD,
-        q_dtypes: FLOATS,
+        q_dtypes: QUERIES,
         kv_dtypes: &DType::ALL,
         head_dims: DimRule::ANY,
         value_dims: DimRule::ANY,
@@ -117,9 +127,13 @@ const CATALOG: &[KernelDesc] = &[
     KernelDesc {
         name: "cpu_backward",
         family: Family::Backward,
+        q_dtypes: FLOATS,
         kv_dtypes: FLOATS,
         // Gradients of a cache are not defined: several sequences may share a page.
-        features: Features::ALL.without(Feature::Paged).without(Feature::Fp8Cache),
+        features: Features::ALL
+            .without(Feature::Paged)
+            .without(Feature::Fp8Cache)
+            .without(Feature::Fp8Queries),
         workspace: crate::cpu::cost::backward,
         ..CPU_PREFILL
     },
@@ -136,7 +150,7 @@ const CUDA_PREFILL: KernelDesc = KernelDesc {
     value_dims: TILED_DIMS,
     max_query_rows: None,
     // Rows are copied in pieces of 16 bytes.
-    features: FORWARD.without(Feature::UnalignedPages),
+    features: TILED.without(Feature::UnalignedPages),
     min_compute: Some((8, 0)),
     max_compute: None,
     tiles: crate::cuda::config::prefill_tiles,
@@ -153,7 +167,7 @@ const CPU_PREFILL: KernelDesc = KernelDesc {
     name: "cpu_prefill",
     engine: Engine::Cpu,
     family: Family::Prefill,
-    q_dtypes: FLOATS,
+    q_dtypes: QUERIES,
     kv_dtypes: &DType::ALL,
     head_dims: DimRule::ANY,
     value_dims: DimRule::ANY,
@@ -174,6 +188,14 @@ mod tests {
     fn catalogue_names_are_unique() {
         for (n, kernel) in catalog().iter().enumerate() {
             assert!(catalog()[n + 1..].iter().all(|other| other.name != kernel.name));
+        }
+    }
+
+    #[test]
+    fn catalogue_states_fp8_queries_as_type_and_as_feature() {
+        for kernel in catalog() {
+            let is_taken = kernel.q_dtypes.contains(&DType::F8E4M3);
+            assert_eq!(is_taken, kernel.features.contains(Feature::Fp8Queries), "{}", kernel.name);
         }
     }
 

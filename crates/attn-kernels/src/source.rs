@@ -56,6 +56,7 @@ static FILES: &[SourceFile] = embed! {
     "base/dtype.cuh"
     "base/kv_dtype.cuh"
     "base/params.cuh"
+    "base/q_dtype.cuh"
     "base/types.cuh"
     "kernel/append_kv.cu"
     "kernel/copy_blocks.cu"

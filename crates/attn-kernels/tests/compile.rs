@@ -108,6 +108,22 @@ fn representatives_compile_without_warnings_or_unlisted_spills() {
 }
 
 #[test]
+fn naive_compiles_for_fp8_queries_and_for_no_mixture() {
+    let Some(compiler) = compiler("naive_compiles_for_fp8") else { return };
+    let naive = |q, kv| KernelSpec::new(Entry::Naive, [("dtype", q), ("kv_dtype", kv)]);
+    for arch in [arch("sm_80"), arch("sm_90a")] {
+        let (e4m3, spec) = (3, naive(3, 3));
+        let cubin = compiler.compile(&spec, &arch).unwrap();
+        assert_eq!(cubin.warnings, "", "{spec} for {arch}");
+        resources::judge(&spec, &arch, &cubin.resources).unwrap();
+        for (q, kv) in [(4, 4), (e4m3, 2), (e4m3, 4)] {
+            let error = compiler.compile(&naive(q, kv), &arch).unwrap_err().to_string();
+            assert!(error.contains("q_dtype.cuh") || error.contains("naive.cu"), "{error}");
+        }
+    }
+}
+
+#[test]
 fn store_reads_back_what_another_store_compiled() {
     let Some(_) = compiler("store_reads_back") else { return };
     let folder = Folder::new("reads-back");

@@ -8,6 +8,7 @@
 mod causal;
 mod empty;
 mod extreme;
+mod fp8;
 mod gqa;
 mod layouts;
 mod masks;
@@ -34,6 +35,7 @@ pub fn corpus() -> Vec<Case> {
         (Theme::Masks, "masks", masks::cases()),
         (Theme::Scores, "scores", scores::cases()),
         (Theme::Paged, "paged", paged::cases()),
+        (Theme::Fp8, "fp8", fp8::cases()),
         (Theme::Layouts, "layouts", layouts::cases()),
         (Theme::Empty, "empty", empty::cases()),
         (Theme::Extreme, "extreme", extreme::cases()),

@@ -4,8 +4,8 @@
 // Source: Milakov, Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867,
 // algorithm 3.
 // Tensors: as ForwardParams: q, o, lse in rows packed or padded, k, v dense, padded or in pages,
-// any strides with innermost 1, any dimensions; unit_starts [batch + 1] are the written rows before
-// each sequence.
+// any strides with innermost 1, any dimensions; o is bf16 where q is fp8; unit_starts [batch + 1]
+// are the written rows before each sequence.
 // Who executes: 128 threads for each (written row, head), any grid; a block takes every
 // gridDim.x-th.
 // Shared memory, bytes: 0 query as f32 [2048], 8192 offsets of value rows i64 [128], 9216 products,
@@ -18,9 +18,9 @@
 #include "attn/band.cuh"
 #include "attn/locate.cuh"
 #include "attn/score.cuh"
-#include "base/dtype.cuh"
 #include "base/kv_dtype.cuh"
 #include "base/params.cuh"
+#include "base/q_dtype.cuh"
 #include "ptx/convert.cuh"
 #include "tile/reduce.cuh"
 
@@ -28,7 +28,11 @@ namespace attn {
 
 namespace naive {
 
-using Q = ptx::Stored<config::DTYPE>;
+using Q = ptx::Stored<config::Q_DTYPE>;
+static_assert(config::Q_DTYPE != DType::e4m3 || config::KV_DTYPE == DType::e4m3,
+              "fp8 queries meet keys and values of their own type");
+
+using Out = ptx::Stored<config::OUT_DTYPE>;
 using KV = ptx::Stored<config::KV_DTYPE>;
 
 constexpr int THREADS = 128;
@@ -91,7 +95,7 @@ __device__ void write_lse(const ForwardParams& p, const Row& r, float lse) {
 
 __device__ void write_o(const ForwardParams& p, const Row& r, i32 column, float o) {
   const i64 offset = query_offset(p.o, r.sequence, r.row, r.head);
-  static_cast<Q::Bits*>(p.o.data)[offset + column] = Q::narrow(o);
+  static_cast<Out::Bits*>(p.o.data)[offset + column] = Out::narrow(o);
 }
 
 // q.k for the keys of a chunk, into shared.weight. Eight threads share a key.
@@ -197,8 +201,10 @@ __device__ void attend(const ForwardParams& p, const Row& r, Shared& shared) {
   const Band band(p, s.q_len, s.kv_len);
   const i32 lo = band.lo(r.row);
   const i32 hi = band.hi(r.row);
-  const float k_scale = per_head(p.k_scale, s.index, r.kv_head, 1.0f);
-  const ScoreRow scores = {s.index, r.head, r.row, band.position(r.row), p.scale * k_scale};
+  // Scales of queries and keys are factors of the product.
+  const float qk_scale = per_head(p.q_scale, s.index, r.kv_head, 1.0f) *
+                         per_head(p.k_scale, s.index, r.kv_head, 1.0f);
+  const ScoreRow scores = {s.index, r.head, r.row, band.position(r.row), p.scale * qk_scale};
 
   for (i32 d = threadIdx.x; d < min_of(p.head_dim, QUERY_COLUMNS); d += THREADS) {
     shared.query[d] = Q::widen(r.q[d]);

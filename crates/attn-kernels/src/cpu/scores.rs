@@ -27,6 +27,8 @@ pub(crate) struct ScoreRules<'a> {
     softcap: Option<f32>,
     /// Whether the scale is left to the exponent.
     plain: bool,
+    /// What makes stored queries real: 1, but for fp8 ones.
+    stored_query: f32,
     /// One slope a head of the group, or none.
     slopes: Vec<f32>,
     /// One plane a head of the group, or none.
@@ -89,6 +91,7 @@ impl<'a> ScoreRules<'a> {
             scale,
             softcap,
             plain,
+            stored_query: inputs.q_scale_of(sequence, kv_head),
             slopes,
             bias,
             masks,
@@ -117,10 +120,10 @@ impl<'a> ScoreRules<'a> {
         scale * std::f32::consts::LOG2_E
     }
 
-    /// The factor of queries before the product: exponents want a non-negative scale, so the sign
-    /// of a negative one moves to the queries.
+    /// The factor of stored queries before the product: their own scale; and exponents want a non-negative
+    /// scale of scores, so the sign of a negative one moves to the queries.
     pub(crate) fn query_factor(&self) -> f32 {
-        if self.plain && self.scale < 0.0 { -1.0 } else { 1.0 }
+        if self.plain && self.scale < 0.0 { -self.stored_query } else { self.stored_query }
     }
 
     /// The smallest interval of keys that flattened `rows` may read.

@@ -29,7 +29,7 @@ fn corpus_has_unique_names_and_every_theme() {
     let names: HashSet<&str> = cases.iter().map(|case| case.name.as_str()).collect();
     assert_eq!(names.len(), cases.len());
     let themes: HashSet<Theme> = cases.iter().map(|case| case.theme).collect();
-    assert_eq!(themes.len(), 10);
+    assert_eq!(themes.len(), 11);
 }
 
 #[test]
@@ -53,6 +53,7 @@ fn corpus_covers_what_engines_specialise_on() {
     }
     for scales in [Scales::None, Scales::Scalar, Scales::One, Scales::PerHead] {
         assert!(some(&|c| c.recipe.scales == scales && c.spec.kv_dtype.is_fp8()));
+        assert!(some(&|c| c.recipe.q_scales == scales && c.spec.q_dtype.is_fp8()));
     }
 }
 

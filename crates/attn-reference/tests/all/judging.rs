@@ -33,7 +33,7 @@ struct Fault {
     harmless: &'static [&'static str],
 }
 
-const FAULTS: [Fault; 10] = [
+const FAULTS: [Fault; 11] = [
     Fault {
         name: "causal ignored",
         touches: |s| s.causal,
@@ -90,10 +90,18 @@ const FAULTS: [Fault; 10] = [
         harmless: &[],
     },
     Fault {
+        name: "scale of queries ignored",
+        touches: |s| s.q_dtype.is_fp8(),
+        edit: |_, i| i.q_scale = None,
+        harmless: &["fp8/q_none_k_none", "fp8/q_none_k_scalar"],
+    },
+    Fault {
         name: "scale of keys ignored",
         touches: |s| s.kv_dtype.is_fp8(),
         edit: |_, i| i.k_scale = None,
         harmless: &[
+            "fp8/q_none_k_none",
+            "fp8/q_per_head_k_none",
             "paged/decode_e4m3_unscaled",
             "paged/decode_e5m2_unscaled",
             "paged/dense_e4m3_unscaled",

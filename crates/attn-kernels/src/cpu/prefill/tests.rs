@@ -90,6 +90,7 @@ struct Case {
     bias: Vec<f32>,
     slopes: Vec<f32>,
     sinks: Vec<f32>,
+    q_scale: Vec<f32>,
     k_scale: Vec<f32>,
     v_scale: Vec<f32>,
 }
@@ -127,6 +128,7 @@ impl Case {
             bias: Vec::new(),
             slopes: (0..heads).map(|h| 0.5 / (1 + h) as f32).collect(),
             sinks: (0..heads).map(|_| random.normal() * 2.0).collect(),
+            q_scale: (0..batch * kv_heads).map(|_| 0.5 + random.normal().abs()).collect(),
             k_scale: (0..batch * kv_heads).map(|_| 0.5 + random.normal().abs()).collect(),
             v_scale: (0..batch * kv_heads).map(|_| 0.5 + random.normal().abs()).collect(),
             problem,
@@ -228,6 +230,10 @@ impl Case {
             bias: p.has_bias().then(|| View::contiguous("b", &self.bias, &pairs).unwrap()),
             alibi: p.has_alibi().then(|| View::contiguous("a", &self.slopes, &[heads]).unwrap()),
             sinks: p.has_sinks().then(|| View::contiguous("s", &self.sinks, &[heads]).unwrap()),
+            q_scale: p
+                .q_dtype()
+                .is_fp8()
+                .then(|| View::contiguous("q", &self.q_scale, &per_head).unwrap()),
             k_scale: p
                 .kv_dtype()
                 .is_fp8()
@@ -246,7 +252,7 @@ impl Case {
         let o_shape = p.lengths().q_shape(at, &[heads, p.value_dim()]);
         let lse_shape = p.lengths().q_shape(at, &[heads]);
         let layout = Strided::contiguous("o", &o_shape).unwrap();
-        let mut o = Data::new(p.q_dtype(), &vec![f32::NAN; layout.len()]);
+        let mut o = Data::new(p.out_dtype(), &vec![f32::NAN; layout.len()]);
         let mut lse = vec![f32::NAN; lse_shape.iter().product()];
         let mut outputs = Outputs {
             o: o.view_mut(layout),
@@ -258,7 +264,7 @@ impl Case {
 
     /// Judges the kernel on every level of this processor.
     fn check(&self, what: &str) {
-        let (inputs, dtype) = (self.inputs(), self.problem.q_dtype());
+        let (inputs, dtype) = (self.inputs(), self.problem.out_dtype());
         inputs.check(&self.problem).unwrap();
         let reference = naive::forward_f64(&self.problem, &inputs).unwrap();
         let base = materialised::forward_error(&self.problem, &inputs, &reference).unwrap();
@@ -390,6 +396,11 @@ fn prefill_matches_reference_for_each_storage() {
         }
     }
     check("dense fp8", DType::F16, |s| s.kv_dtype = DType::F8E4M3);
+    check("fp8 queries", DType::F8E4M3, |_| {});
+    check("fp8 queries, negative scale", DType::F8E4M3, |s| s.scale = Some(-0.3));
+    check("fp8 queries, options", DType::F8E4M3, |s| {
+        (s.causal, s.bias, s.alibi, s.sinks, s.softcap) = (true, true, true, true, Some(3.0));
+    });
 }
 
 #[test]
