@@ -218,7 +218,7 @@ fn now() -> f64 {
 
 /// Who answers a case, and what each is asked.
 fn contestants(section: &str, case: &Case) -> Result<Vec<Contestant>, String> {
-    if case.backward || matches!(section, "bwd" | "fp8") {
+    if case.backward || section == "bwd" {
         return Err("no such kernel yet".to_owned());
     }
     match section {
@@ -228,6 +228,11 @@ fn contestants(section: &str, case: &Case) -> Result<Vec<Contestant>, String> {
             let lens = vec![case.tokens()?; case.batch()?];
             let question = Question::dense(case.heads()?, &lens, &lens, case.is_causal()?);
             Ok(vec![("attn", question)])
+        }
+        "fp8" => {
+            let lens = vec![case.tokens()?; case.batch()?];
+            let question = Question::dense(case.heads()?, &lens, &lens, case.is_causal()?);
+            Ok(vec![("attn", question.fp8())])
         }
         "decode" => {
             let contexts = if case.kind.as_deref() == Some("uneven") {
@@ -304,6 +309,10 @@ fn checked(kind: Option<&str>) -> Result<Vec<Contestant>, String> {
         Some("prefill") => prefill(),
         Some("window") => with(prefill(), |q| q.spec.window_left = Some(199)),
         Some("varlen") => Question::dense(heads, &[300, 212], &[300, 212], true),
+        Some("fp8") => {
+            let heads = Heads { kv: 8, ..heads };
+            Question::dense(heads, &[512; 2], &[512; 2], true).fp8()
+        }
         Some("decode") => return pages(&decode(heads, &[1000; 3])),
         Some("blocksparse") => {
             let heads = Heads { q: 16, kv: 16, dim: 128 };
@@ -316,7 +325,7 @@ fn checked(kind: Option<&str>) -> Result<Vec<Contestant>, String> {
 
 #[cfg(test)]
 mod tests {
-    use attn_core::Problem;
+    use attn_core::{DType, Problem};
 
     use super::*;
 
@@ -350,9 +359,10 @@ mod tests {
         for kind in ["window", "doc", "softcap", "blocksparse"] {
             assert_eq!(names("mask", with(kind)), ["attn"], "{kind}");
         }
+        assert_eq!(names("fp8", heads.clone()), ["attn"]);
         assert_eq!(names("latency", with("prefill")), ["attn"]);
         assert_eq!(names("latency", with("decode")), ["attn", "attn_p64"]);
-        for kind in ["prefill", "window", "varlen", "blocksparse"] {
+        for kind in ["prefill", "window", "varlen", "fp8", "blocksparse"] {
             assert_eq!(names("check", with(kind)), ["attn"], "{kind}");
         }
     }
@@ -361,7 +371,6 @@ mod tests {
     fn what_is_not_there_is_an_error_of_the_case() {
         for (section, fields) in [
             ("bwd", json!({})),
-            ("fp8", json!({})),
             ("mask", json!({ "kind": "doc", "bwd": true })),
             ("check", json!({ "kind": "bwd" })),
         ] {
@@ -370,6 +379,17 @@ mod tests {
         assert_eq!(ask("ceil", json!({ "kind": "copy" })).unwrap_err(), "not measured here");
         assert!(ask("prefill", json!({})).unwrap_err().starts_with("S: expected"));
         assert!(ask("nonsense", json!({})).unwrap_err().contains("nonsense"));
+    }
+
+    #[test]
+    fn fp8_questions_are_of_e4m3_throughout() {
+        let shape = json!({ "B": 2, "S": 256, "Hq": 8, "Hkv": 8, "D": 64, "causal": true });
+        for (section, fields) in [("fp8", shape), ("check", json!({ "kind": "fp8" }))] {
+            let spec = ask(section, fields).unwrap().remove(0).1.spec;
+            let problem = Problem::new(spec).unwrap();
+            assert_eq!((problem.q_dtype(), problem.kv_dtype()), (DType::F8E4M3, DType::F8E4M3));
+            assert_eq!((problem.out_dtype(), problem.group()), (DType::BF16, 1));
+        }
     }
 
     #[test]

@@ -5,6 +5,7 @@
 //! data. One block of 32 Mi elements is drawn, and buffers are filled from it at different offsets, because drawing
 //! tens of gigabytes on the host would take longer than measuring.
 
+use attn_core::{Element, F8E4M3};
 use attn_reference::random::Random;
 use half::bf16;
 use rayon::prelude::*;
@@ -49,9 +50,23 @@ impl Normals {
     }
 }
 
+/// A piece rounded to fp8, whose range no standard normal value leaves.
+pub(super) fn in_e4m3(piece: &[bf16]) -> Vec<F8E4M3> {
+    piece.par_iter().map(|x| F8E4M3::from_f32(x.to_f32())).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn fp8_pieces_are_the_same_values_rounded() {
+        let mut normals = Normals::new();
+        let piece = normals.pieces(100_000).next().unwrap().to_vec();
+        for (x, y) in piece.iter().zip(in_e4m3(&piece)) {
+            assert!((y.to_f32() - x.to_f32()).abs() <= x.to_f32().abs() / 16.0 + 2f32.powi(-10));
+        }
+    }
 
     #[test]
     fn pieces_fill_any_length_with_normals() {

@@ -11,14 +11,13 @@ use attn_core::{
 use attn_kernels::Error;
 use attn_kernels::cuda::{self, DeviceBuffer, DeviceTensor, DeviceTensorMut, DeviceView};
 use attn_reference::random::Random;
-use half::bf16;
 
-use super::normals::Normals;
+use super::normals::{Normals, in_e4m3};
 use super::request::Heads;
 use super::workload::{BLOCK, BLOCKS, block_table};
 use crate::device::Gpu;
 
-/// The type of every tensor of the protocol's cases.
+/// The type of every tensor of the protocol's cases but those of fp8.
 const DTYPE: DType = DType::BF16;
 
 /// Bytes of keys and values that outlast the device's cache.
@@ -58,6 +57,12 @@ impl Question {
         self.spec.kv = KvStorage::Paged(layout);
         self.page_size = Some(page_size);
         Ok(self)
+    }
+
+    /// The same call with queries, keys and values in fp8, unscaled.
+    pub(super) fn fp8(mut self) -> Self {
+        (self.spec.q_dtype, self.spec.kv_dtype) = (DType::F8E4M3, DType::F8E4M3);
+        self
     }
 
     /// The same call under the block table of the workload.
@@ -101,17 +106,26 @@ impl Pool {
     pub(super) fn new(gpu: &Gpu, normals: &mut Normals) -> Result<Self, Error> {
         let memory = gpu.engine.caps().cuda.map_or(0, |cuda| cuda.memory.0);
         let elements = usize::try_from(memory / 8).unwrap_or(usize::MAX).min(POOL);
-        let k = normal(gpu, normals, elements)?;
-        Ok(Self { k, v: normal(gpu, normals, elements)?, elements })
+        let k = normal(gpu, normals, DTYPE, elements)?;
+        Ok(Self { k, v: normal(gpu, normals, DTYPE, elements)?, elements })
     }
 }
 
-/// Device memory full of normal values.
-fn normal(gpu: &Gpu, normals: &mut Normals, elements: usize) -> Result<DeviceBuffer, Error> {
-    let mut buffer = gpu.engine.alloc(elements * size_of::<bf16>())?;
+/// Device memory full of normal values in bf16, or in fp8 as the peers make them: bf16 rounded once more.
+fn normal(
+    gpu: &Gpu,
+    normals: &mut Normals,
+    dtype: DType,
+    elements: usize,
+) -> Result<DeviceBuffer, Error> {
+    let mut buffer = gpu.engine.alloc(elements * dtype.size())?;
     let mut at = 0;
     for piece in normals.pieces(elements) {
-        buffer.copy_from_host_at(&gpu.stream, at, piece)?;
+        if dtype.is_fp8() {
+            buffer.copy_from_host_at(&gpu.stream, at, &in_e4m3(piece))?;
+        } else {
+            buffer.copy_from_host_at(&gpu.stream, at, piece)?;
+        }
         at += piece.len();
     }
     Ok(buffer)
@@ -231,8 +245,9 @@ impl Setup {
                 return Err(format!("keys: expected at most {most} elements, got {elements}"));
             }
             _ => {
-                let k = normal(gpu, normals, elements).map_err(text)?;
-                (Some((k, normal(gpu, normals, elements).map_err(text)?)), 1)
+                let dtype = problem.kv_dtype();
+                let k = normal(gpu, normals, dtype, elements).map_err(text)?;
+                (Some((k, normal(gpu, normals, dtype, elements).map_err(text)?)), 1)
             }
         };
         let table = question
@@ -246,10 +261,10 @@ impl Setup {
             .map(|_| DeviceBuffer::from_host(&gpu.stream, &block_table()))
             .transpose()
             .map_err(text)?;
-        let mut o = gpu.engine.alloc(rows * size_of::<bf16>()).map_err(text)?;
+        let mut o = gpu.engine.alloc(rows * problem.out_dtype().size()).map_err(text)?;
         // NaN: what is not written shows in the check.
         o.fill(&gpu.stream, 0xFF).map_err(text)?;
-        let q = normal(gpu, normals, rows).map_err(text)?;
+        let q = normal(gpu, normals, problem.q_dtype(), rows).map_err(text)?;
         Ok(Self { plan, q, o, own, kv_shape, table, block_mask, rotations })
     }
 
@@ -266,10 +281,10 @@ impl Setup {
         let elements: usize = kv_shape.iter().product();
         let mut inputs = Vec::new();
         for rotation in 0..*rotations {
-            let q = DeviceTensor::contiguous("q", &*q, DTYPE, &shape).map_err(text)?;
+            let q = DeviceTensor::contiguous("q", &*q, problem.q_dtype(), &shape).map_err(text)?;
             let place = |field, buffer| {
                 let layout = at(field, kv_shape, rotation * elements)?;
-                DeviceTensor::new(field, buffer, DTYPE, layout)
+                DeviceTensor::new(field, buffer, problem.kv_dtype(), layout)
             };
             let (k, v) = (place("k", k).map_err(text)?, place("v", v).map_err(text)?);
             let kv = match (problem.cache_layout(), &*table) {
@@ -289,7 +304,8 @@ impl Setup {
                 .map_err(text)?;
             inputs.push(one);
         }
-        let o = DeviceTensorMut::contiguous("o", &mut *o, DTYPE, &shape).map_err(text)?;
+        let o =
+            DeviceTensorMut::contiguous("o", &mut *o, problem.out_dtype(), &shape).map_err(text)?;
         Ok((plan, inputs, cuda::Outputs { o, lse: None }))
     }
 
@@ -310,11 +326,12 @@ impl Setup {
         let shape = [part.rows, problem.q_heads(), problem.head_dim()];
         let start = problem.lengths().q_rows(part.sequence).start + part.row;
         let q_at = at("q", &shape, start * row).map_err(core)?;
-        let q = DeviceTensor::new("q", &self.q, DTYPE, q_at).map_err(text)?;
+        let q = DeviceTensor::new("q", &self.q, problem.q_dtype(), q_at).map_err(text)?;
         let kv = match (problem.cache_layout(), &self.table) {
             (Some(layout), Some((table, width))) => {
                 let cache = |field, buffer| {
-                    DeviceTensor::contiguous(field, buffer, DTYPE, &self.kv_shape).map_err(text)
+                    DeviceTensor::contiguous(field, buffer, problem.kv_dtype(), &self.kv_shape)
+                        .map_err(text)
                 };
                 let row = at("block_table", &[1, *width], part.sequence * width).map_err(core)?;
                 let block_table = DeviceView::new("block_table", table, row).map_err(text)?;
@@ -327,7 +344,7 @@ impl Setup {
                 let start = start * problem.kv_heads() * problem.head_dim();
                 let rows = |field, buffer| {
                     let layout = at(field, &shape, start).map_err(core)?;
-                    DeviceTensor::new(field, buffer, DTYPE, layout).map_err(text)
+                    DeviceTensor::new(field, buffer, problem.kv_dtype(), layout).map_err(text)
                 };
                 cuda::KvTensors::Dense { k: rows("k", k)?, v: rows("v", v)? }
             }

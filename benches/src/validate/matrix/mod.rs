@@ -5,6 +5,7 @@
 //! corpus': whatever a call may not read is NaN, and so are outputs before the call. The corpus stays as it
 //! is, small and meant for every engine; here are the edges of this device's tiles, pages and splits.
 
+mod fp8;
 mod small;
 
 use attn_core::DType::{BF16, F8E4M3, F8E5M2, F16};
@@ -36,6 +37,9 @@ impl Runs {
     const USUAL: Self =
         Self { chosen: true, naive: true, prefill: true, splits: FEW, tiles: false };
     const SPLITS: Self = Self { prefill: false, splits: ALL, ..Self::USUAL };
+    /// As selection has it, by the naive kernel, and by every tile of those that take it: most kernels take no fp8
+    /// queries, and their refusals would be most of what is recorded.
+    const FP8: Self = Self { chosen: true, naive: true, tiles: true, ..Self::NONE };
     const TILES: Self = Self { tiles: true, ..Self::NONE };
     /// Those of the corpus.
     pub(super) const CORPUS: Self = Self { splits: MANY, ..Self::USUAL };
@@ -91,6 +95,7 @@ pub(super) fn full() -> Vec<Group> {
         group("extreme", Runs::USUAL, extreme()),
         group("batches", Runs::USUAL, batches()),
         group("tiles", Runs::TILES, tiles()),
+        group("fp8", Runs::FP8, fp8::fp8()),
     ]
 }
 

@@ -74,6 +74,9 @@ fn naive() -> Vec<Case> {
             Case::new("everything_paged", F16, (4, 2), 40, &[9, 3], &[33, 70]).paged(Hnd, 5),
         ),
         Case::new("fp8", BF16, (2, 1), 72, &[3], &[40]).fp8(F8E4M3, Scales::PerHead).paged(Nhd, 8),
+        Case::new("fp8_queries", F8E4M3, (4, 2), 64, &[9, 0, 3], &[33, 5, 70])
+            .scales(Scales::PerHead, Scales::Scalar)
+            .causal(),
         Case::new("f32_padded", attn_core::DType::F32, (2, 1), 9, &[5, 0, 2], &[11, 3, 0]).padded(),
     ]
 }
