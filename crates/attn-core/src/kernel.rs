@@ -99,11 +99,13 @@ pub enum Feature {
     UnalignedPages,
     /// Pages whose size is no multiple of 8 tokens.
     OddPages,
+    /// Queries in fp8 with a head or value dimension that is no multiple of 16: rows of no whole 16 bytes.
+    OddFp8Rows,
 }
 
 impl Feature {
     /// Every feature.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 22] = [
         Self::Causal,
         Self::Window,
         Self::BooleanMask,
@@ -125,6 +127,7 @@ impl Feature {
         Self::BiasGradient,
         Self::UnalignedPages,
         Self::OddPages,
+        Self::OddFp8Rows,
     ];
 
     /// The words used in plans and in the support table.
@@ -152,6 +155,7 @@ impl Feature {
             Self::BiasGradient => "gradient of bias",
             Self::UnalignedPages => "pages off 16 bytes",
             Self::OddPages => "pages of no multiple of 8 tokens",
+            Self::OddFp8Rows => "fp8 queries of dims of no multiple of 16",
         }
     }
 }
@@ -207,6 +211,7 @@ impl Features {
         let spec = problem.spec();
         let band = problem.band();
         let padded = crate::shape::Arrangement::Padded;
+        let has_odd_rows = [spec.head_dim, spec.value_dim].iter().any(|dim| dim % 16 != 0);
         let mut set = Self::NONE;
         for (needed, feature) in [
             (band.right == Some(0), Feature::Causal),
@@ -237,6 +242,7 @@ impl Features {
                 problem.cache_layout().is_some_and(|layout| !layout.page_size().is_multiple_of(8)),
                 Feature::OddPages,
             ),
+            (spec.q_dtype.is_fp8() && has_odd_rows, Feature::OddFp8Rows),
         ] {
             if needed {
                 set = set.with(feature);

@@ -355,6 +355,9 @@ fn asking_for(feature: Feature) -> Option<ProblemSpec> {
         Feature::PaddedKeys => s.kv = KvStorage::Dense(Arrangement::Padded),
         Feature::Fp8Cache => s.kv_dtype = DType::F8E5M2,
         Feature::Fp8Queries => (s.q_dtype, s.kv_dtype) = (DType::F8E4M3, DType::F8E4M3),
+        Feature::OddFp8Rows => {
+            s = ProblemSpec::new(DType::F8E4M3, 2, 2, 72, &[32], &[64]);
+        }
         Feature::Deterministic => s.options.deterministic = true,
         Feature::BatchInvariant => s.options.batch_invariant = true,
         Feature::OddPages => {
