@@ -66,7 +66,7 @@ const FORWARD: Features =
 
 /// The same of the kernels whose products are of 16-bit types: they widen the keys of a cache, and no queries.
 #[cfg(feature = "cuda")]
-const TILED: Features = FORWARD.without(Feature::Fp8Queries);
+const TILED: Features = FORWARD.without(Feature::Fp8Queries).without(Feature::OddFp8Rows);
 
 const CATALOG: &[KernelDesc] = &[
     #[cfg(feature = "cuda")]
@@ -90,8 +90,8 @@ const CATALOG: &[KernelDesc] = &[
             .without(Feature::Fp8Cache)
             .without(Feature::UnalignedPages)
             .without(Feature::OddPages),
-        tiles: crate::cuda::config::hopper_tiles,
-        shared_memory: crate::cuda::config::hopper_smem,
+        tiles: crate::cuda::config::hopper::tiles,
+        shared_memory: crate::cuda::config::hopper::smem,
         workspace: crate::cuda::cost::ordered,
         ..CUDA_PREFILL
     },
@@ -133,7 +133,8 @@ const CATALOG: &[KernelDesc] = &[
         features: Features::ALL
             .without(Feature::Paged)
             .without(Feature::Fp8Cache)
-            .without(Feature::Fp8Queries),
+            .without(Feature::Fp8Queries)
+            .without(Feature::OddFp8Rows),
         workspace: crate::cpu::cost::backward,
         ..CPU_PREFILL
     },

@@ -1,4 +1,4 @@
-//! The kernel instances that are shipped: chosen by frequency, at most seventy an arch.
+//! The kernel instances that are shipped: chosen by frequency, some seventy.
 //!
 //! The invariant: every instance here has a recorded register, spill and shared-memory figure for
 //! every arch it is shipped for. Any other combination compiles on first use from the same sources.

@@ -1,7 +1,8 @@
 // What a block mask keeps of a tile of keys.
 //
 // Tensors: ForwardParams::block_mask. Who executes: any thread, alone.
-// What it does not do: single keys of a tile that is visited (attn/hide.cuh, attn/options_sm90a.cuh).
+// What it does not do: single keys of a tile that is visited (attn/hide.cuh,
+// attn/options_sm90a.cuh).
 
 #pragma once
 

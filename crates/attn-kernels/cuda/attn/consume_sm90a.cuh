@@ -1,22 +1,22 @@
-// A consumer of a Hopper block: a warpgroup with 64 query rows that takes the tiles of keys as they land.
+// A consumer of a Hopper block: a warpgroup with 64 query rows that takes the tiles of keys as they
+// land.
 //
-// Source: J. Shah et al., "FlashAttention-3", arXiv:2407.08608, algorithm 2: the scores of the next tile are computed
-// while the weights of this one meet their values, and the softmax of one warpgroup runs while the other one's products
-// do (section 3.1, by named barriers).
-// Registers: scores [BLOCK_N / 2] and output [VALUE_DIM / 2] in f32, weights [BLOCK_N / 4] in pairs. Lane l of warp w has
-// rows 16 w + l / 4 and 8 more; of every eight columns, 2 (l % 4) and the next.
+// Source: J. Shah et al., "FlashAttention-3", arXiv:2407.08608, algorithm 2: the scores of the next
+// tile are computed while the weights of this one meet their values, and the softmax of one
+// warpgroup runs while the other one's products do (section 3.1, by named barriers).
+// Registers: those of attn/softmax_sm90a.cuh, and output [VALUE_DIM / 2] in f32, in the same
+// places.
 // Who executes: all warps of a consumer, converged.
-// The invariant: no register of a product that may be under way is touched; a stage is given back once, by one thread,
-// when no product of the warpgroup reads it.
+// The invariant: no register of a product that may be under way is touched; a stage is given back
+// once, by one thread, when no product of the warpgroup reads it.
 
 #pragma once
 
-#include "attn/exponent.cuh"
-#include "attn/options_sm90a.cuh"
 #include "attn/produce_sm90a.cuh"
 #include "attn/ring_sm90a.cuh"
+#include "attn/softmax_sm90a.cuh"
+#include "attn/write_sm90a.cuh"
 #include "ptx/barrier.cuh"
-#include "ptx/half.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -26,55 +26,32 @@ namespace attn {
 constexpr u32 TURN_BARRIER = 1;
 constexpr u32 OWN_BARRIER = TURN_BARRIER + config::CONSUMERS;
 
-// What a lane's two rows ended with.
-struct Ends {
-  float max[2];
-  float sum[2];
-};
-
-// A value that all lanes of a warp have alike. Through a shuffle the compiler knows that they do, and keeps what follows
-// from it, descriptors first of all, in uniform registers: products would wait for their way there.
+// A value that all lanes of a warp have alike. Through a shuffle the compiler knows that they do,
+// and keeps what follows from it, descriptors first of all, in uniform registers: products would
+// wait for their way there.
 __device__ inline i32 one_of_warp(i32 x) { return __shfl_sync(~0u, x, 0); }
 
-struct Consumer {
-  static constexpr int SCORES = config::BLOCK_N / 2;
+struct Consumer : Softmax {
   static constexpr int OUTPUTS = config::VALUE_DIM / 2;
   using Product = ptx::Wgmma<config::BLOCK_N, config::DTYPE>;
   using Sum = ptx::Wgmma<config::VALUE_DIM, config::DTYPE>;
 
-  const ForwardParams& p;
   const Block& block;
   const u32 consumer;
-  const Exponent exponent;
-  // How far a maximum may stay behind: weights up to 2^8 lose nothing, and the output is rescaled once in many tiles.
-  const float slack;
-  u32 taken = 0;  // tiles whose values have been met
-  u32 units = 0;  // tiles of queries that have been met
-  u32 order = 0;  // units that were handed out
+  u32 taken = 0;            // tiles whose values have been met
+  u32 units = 0;            // tiles of queries that have been met
+  u32 order = 0;            // units that were handed out
+  bool has_output = false;  // of the present unit
 
-  float scores[SCORES];
   float output[OUTPUTS];
-  u32 weights[SCORES / 2];
-  float max[2];
-  float sum[2];
 
   __device__ Consumer(const ForwardParams& params, const Block& memory, u32 index)
-      : p(params),
-        block(memory),
-        consumer(index),
-        exponent{config::IS_GENERAL || config::IS_CAPPED ? Units{1.0f, LOG2E}
-                                    : Units{params.scale, params.scale * LOG2E}},
-        slack(8.0f / exponent.units.base2) {}
+      : Softmax(params), block(memory), consumer(index) {}
 
   __device__ bool leads() const { return threadIdx.x % config::WARPGROUP == 0; }
 
-  // The lane's row in the block's tile; the other one is 8 below.
-  __device__ i32 row() const {
-    const i32 thread = i32(threadIdx.x) % config::WARPGROUP;
-    return i32(consumer) * config::CONSUMER_ROWS + thread / WARP * 16 + thread % WARP / 4;
-  }
-
-  // Waits for this warpgroup's turn at the products, and gives the turn on. With three consumers the turn goes round.
+  // Waits for this warpgroup's turn at the products, and gives the turn on. With three consumers
+  // the turn goes round.
   __device__ void take_turn() const {
     ptx::bar_sync(TURN_BARRIER + consumer, 2 * config::WARPGROUP);
   }
@@ -90,7 +67,7 @@ struct Consumer {
     const tile::Operand b = tile::columns_operand(block.keys.tile<KEY_BYTES>(count));
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < config::HEAD_DIM / 16; ++step) {
+    for (int step = 0; step < config::HEAD_DIM / config::PRODUCT_STEP; ++step) {
       Product::ss(scores, a.columns<config::BLOCK_M>(step), b.columns<config::BLOCK_N>(step),
                   step != 0);
     }
@@ -99,23 +76,27 @@ struct Consumer {
 
   // Starts O += P V on a tile of values.
   __device__ void multiply_values(u32 count) {
+    const u32 tile = block.values.tile<VALUE_BYTES>(count);
     const tile::Operand b =
-        tile::rows_operand<config::BLOCK_N>(block.values.tile<VALUE_BYTES>(count));
+        config::IS_FP8 ? tile::columns_operand(tile) : tile::rows_operand<config::BLOCK_N>(tile);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < config::BLOCK_N / 16; ++step) {
+    for (int step = 0; step < config::BLOCK_N / config::PRODUCT_STEP; ++step) {
       const u32 a[4] = {weights[step * 4], weights[step * 4 + 1], weights[step * 4 + 2],
                         weights[step * 4 + 3]};
-      Sum::rs(output, a, b.rows(step), 1);
+      Sum::rs(output, a, config::IS_FP8 ? b.columns<config::VALUE_DIM>(step) : b.rows(step),
+              step != 0 || has_output);
     }
+    has_output = true;
     ptx::wgmma_commit_group();
   }
 
-  // Waits for all products, and not before the exponentials that are in `sum` by now: left to itself the compiler moves
-  // the wait to the top of the softmax that the products should run beside. No wait moves across a side effect, and
-  // this one, which needs the sum, never comes: no sum is negative.
+  // Waits for all products, and not before the exponentials that are in `sum` by now: left to
+  // itself the compiler moves the wait to the top of the softmax that the products should run
+  // beside. No wait moves across a side effect, and this one, which needs the sum, never comes: no
+  // sum is -inf.
   __device__ void wait_products() const {
-    if (sum[0] < 0.0f) ptx::pmevent();
+    if (sum[0] == NEG_INF) ptx::pmevent();
     ptx::wgmma_wait_group<0>();
   }
 
@@ -123,58 +104,8 @@ struct Consumer {
     if (leads()) ptx::mbarrier_arrive(barrier);
   }
 
-  // Keys that all rows of a unit see, by band and length.
-  __device__ static Keys seen_by_all(const Unit& unit) {
-    return {unit.full.lo, min_of(unit.full.hi, unit.keys.hi)};
-  }
-
-  // Does to the scores of the tile of keys that starts at `first` what options, masks, band and length want. `is_cut`: the
-  // block mask hides some of it.
-  __device__ void settle(const Unit& unit, Keys all, i32 first, bool is_cut) {
-    const bool is_clear = first >= all.lo && first + config::BLOCK_N <= all.hi;
-    // What is hidden must not decide how the rest is computed.
-    const bool is_own =
-        is_clear && !is_cut && unit.bottom - unit.top == config::BLOCK_M - 1;
-    if constexpr (config::IS_CAPPED) cap_scores(p, is_own, scores);
-    if constexpr (config::IS_GENERAL) {
-      scale_scores(p, is_own, scores);
-      if (p.alibi.data != nullptr || p.bias.data != nullptr || p.mask.data != nullptr) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          apply_options(p, unit, unit.position(p, row() + half * 8), first,
-                        i32(threadIdx.x) % 4 * 2, half, scores);
-        }
-      }
-    }
-    if constexpr (config::IS_BLOCKED) {
-      if (is_cut) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          hide_blocks(p, unit, unit.position(p, row() + half * 8), first,
-                      i32(threadIdx.x) % 4 * 2, half, scores);
-        }
-      }
-    }
-    if (is_clear) return;
-    const i32 column = i32(threadIdx.x) % 4 * 2;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const Keys seen = unit.keys_at(unit.position(p, row() + half * 8));
-      const i32 lo = seen.lo - first - column;
-      const i32 hi = seen.hi - first - column;
-#pragma unroll
-      for (int j = 0; j < config::BLOCK_N / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const i32 key = j * 8 + e;
-          if (key < lo || key >= hi) scores[j * 4 + half * 2 + e] = NEG_INF;
-        }
-      }
-    }
-  }
-
-  // Clears rows lo .. hi of a tile of values, which no row of the unit sees: a weight of 0 does not hide a NaN. All
-  // consumers clear the same.
+  // Clears rows lo .. hi of a tile of values, which no row of the unit sees: a weight of 0 does not
+  // hide a NaN. All consumers clear the same.
   __device__ void clear_values(i32 lo, i32 hi, u32 count) {
     if (lo >= hi) return;
     block.values.wait_full(count);
@@ -194,59 +125,24 @@ struct Consumer {
 
   // What is past the sequence in a unit's last tile, and all of it where the unit has no keys.
   __device__ void clear_past(const Unit& unit, i32 first, u32 count) {
+    if constexpr (config::IS_FP8) return;  // attn/transpose_sm90a.cuh
     const i32 end = unit.keys.lo < unit.keys.hi ? unit.sequence.kv_len - first : 0;
     clear_values(end, config::BLOCK_N, count);
   }
 
   // What is before the first key that a row sees, where tiles start with a box of a page.
   __device__ void clear_before(const Unit& unit, i32 first, u32 count) {
-    if constexpr (config::IS_PAGED) {
+    if constexpr (config::IS_PAGED && !config::IS_FP8) {
       clear_values(0, min_of(unit.band.lo(unit.top) - first, config::BLOCK_N), count);
     }
   }
 
-  // Starts the rows anew.
-  __device__ void reset_rows() {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      max[half] = NEG_INF;
-      sum[half] = 0.0f;
-    }
-  }
-
-  // The new maximum of one of the lane's two rows: its shift, and whether it has grown; `correction` is what the row's
-  // output so far must be multiplied by.
-  __device__ bool raise(int half, float& shift, float& correction) {
-    float top = scores[half * 2];
-#pragma unroll
-    for (int j = 0; j < SCORES; j += 4) {
-      top = fmaxf(top, fmaxf(scores[j + half * 2], scores[j + half * 2 + 1]));
-    }
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-    const float before = max[half];
-    const bool grows = top > before + slack || before == NEG_INF;
-    if (grows) max[half] = top;
-    shift = exponent.shift(max[half]);
-    correction = ptx::ex2_approx_ftz_f32(exponent.of_max(before, shift));
-    sum[half] *= correction;
-    return max[half] != before;
-  }
-
-  __device__ void weigh_row(int half, float shift) {
-#pragma unroll
-    for (int j = 0; j < SCORES / 2; ++j) {
-      float& score = scores[j / 2 * 4 + half * 2 + j % 2];
-      score = ptx::ex2_approx_ftz_f32(exponent.of(score, shift));
-      sum[half] += score;
-    }
-  }
-
-  // Turns scores into weights under the maxima; `correction` is what the output so far must be multiplied by, and the
-  // answer whether any row of the warp needs it.
+  // Turns scores into weights under the maxima; `correction` is what the output so far must be
+  // multiplied by, and the answer whether any row of the warp needs it.
   //
-  // BESIDE: products of earlier weights are under way. They end, and give `values` back, when one row's exponentials
-  // have been started, so that the other's may be rounded into the registers that those weights leave.
+  // BESIDE: products of earlier weights are under way. They end, and give `values` back, when one
+  // row's exponentials have been started, so that the other's may be rounded into the registers
+  // that those weights leave.
   template <bool BESIDE>
   __device__ bool weigh(float (&correction)[2], u32 values) {
     float shift[2];
@@ -262,26 +158,17 @@ struct Consumer {
     return __any_sync(~0u, has_grown);
   }
 
-  __device__ void round_weights() {
-#pragma unroll
-    for (int j = 0; j < SCORES / 2; ++j) {
-      weights[j] = config::DTYPE == DType::bf16
-                       ? ptx::cvt_rn_bf16x2_f32(scores[j * 2], scores[j * 2 + 1])
-                       : ptx::cvt_rn_f16x2_f32(scores[j * 2], scores[j * 2 + 1]);
-    }
-  }
-
-  __device__ void clear_output() {
-#pragma unroll
-    for (int j = 0; j < OUTPUTS; ++j) output[j] = 0.0f;
-  }
-
   __device__ void rescale(const float (&correction)[2]) {
 #pragma unroll
     for (int j = 0; j < OUTPUTS; ++j) output[j] *= correction[j / 2 % 2];
   }
 
-  // The next unit that the producer hands out, or null. It stays where it is until it is given back.
+  __device__ Ends present_ends() const {
+    return {{max[0], max[1]}, {sum[0], sum[1]}, {rounding[0], rounding[1]}};
+  }
+
+  // The next unit that the producer hands out, or null. It stays where it is until it is given
+  // back.
   __device__ const Handed* next() {
     const Handed& handed = block.handed_of(order);
     wait(block.handed_full_of(order), order / HANDED_SLOTS & 1);
@@ -289,15 +176,23 @@ struct Consumer {
     return one_of_warp(handed.is_unit) ? &handed : nullptr;
   }
 
-  // Writes a unit's rows and gives it back: the last but one that was handed out, if only as the end.
-  __device__ void finish(const Unit& unit, const Ends& ends) const {
-    write(unit, ends);
+  // Writes a unit's rows and gives it back: the last but one that was handed out, if only as the
+  // end. By now the next unit's scales may be in place.
+  __device__ void finish(const Unit& unit, const Ends& ends) {
+    const Exponent own = config::IS_FP8 ? exponent_of(score_scale(p, unit)) : exponent;
+    const float v_scale =
+        config::IS_FP8 ? per_head(p.v_scale, unit.sequence.index, unit.kv_head, 1.0f) : 1.0f;
+    const i32 warp = i32(threadIdx.x) / WARP - config::WARPGROUP / WARP;
+    write_rows(p, unit, unit.first + warp * WARP_ROWS, own, v_scale, ends,
+               block.panels + u32(warp) * PANEL_BYTES, output);
+    has_output = false;
     ptx::mbarrier_arrive(block.handed_empty_of(order - 2));
   }
 
   __device__ static i32 tiles_of(const Handed& handed) { return one_of_warp(key_tiles(handed)); }
 
-  // The first key of the n-th tile of the unit that was handed out last, and whether the block mask cuts it.
+  // The first key of the n-th tile of the unit that was handed out last, and whether the block mask
+  // cuts it.
   __device__ i32 met(const Handed& handed, i32 n) const {
     return one_of_warp(met_tile(handed, block.visits_of(order - 1), n));
   }
@@ -305,46 +200,69 @@ struct Consumer {
     return config::IS_BLOCKED && one_of_warp(block.visits_of(order - 1)[n].is_cut());
   }
 
-  // The first tile of a unit that follows nothing: its scores, with no products beside them.
-  __device__ void begin(const Handed& handed) {
+  // The tile that this consumer begins the unit with, which was handed out last: the first one, or
+  // the second where the band hides all of the first from its rows. The keys of what is left out
+  // are given back unseen at its turn, which is passed on, and its values must be at the next one:
+  // with a turn, all others have given the one before, and so what they had in the same stage.
+  // `count`: the first tile.
+  __device__ i32 start_of(const Handed& handed, u32 count) const {
     const Unit& unit = handed.unit;
-    const i32 first = met(handed, 0);
+    const i32 last = unit.first + i32(consumer + 1) * config::CONSUMER_ROWS - 1;
+    const i32 end = one_of_warp(unit.band.hi(min_of(last, unit.bottom)));
+    if (end > met(handed, 0) || tiles_of(handed) < 2) return 0;
+    take_turn();
+    release(block.keys.empty_of(count));
+    give_turn();
+    return 1;
+  }
+
+  // The first tile of a unit that joins no other: its scores, with no products beside them. The
+  // answer is its number.
+  __device__ i32 begin(const Handed& handed) {
+    const Unit& unit = handed.unit;
+    const i32 start = start_of(handed, taken);
+    taken += u32(start);
+    const i32 first = met(handed, start);
     block.queries.wait_full(units);
     block.keys.wait_full(taken);
     take_turn();
+    if (start > 0) release(block.values.empty_of(taken - 1));
     multiply_keys(taken);
     give_turn();
     ptx::wgmma_wait_group<0>();
     release(block.keys.empty_of(taken));
-    settle(unit, seen_by_all(unit), first, is_cut(0));
+    scale_of(unit);
+    settle(unit, seen_by_all(unit), first, is_cut(start));
     float correction[2];
     weigh<false>(correction, 0);
     clear_past(unit, first, taken);
+    return start;
   }
 
-  // Scores of the next tile of keys beside the values of this one. The unit of the keys is the present one.
-  __device__ void start_both() {
-    block.keys.wait_full(taken + 1);
+  // Scores of tile `next` of keys beside the values of this one. The unit of the keys is the
+  // present one.
+  __device__ void start_both(u32 next) {
+    block.keys.wait_full(next);
     take_turn();
-    multiply_keys(taken + 1);
+    multiply_keys(next);
     block.values.wait_full(taken);
     multiply_values(taken);
     give_turn();
     ptx::wgmma_wait_group<1>();
-    release(block.keys.empty_of(taken + 1));
+    release(block.keys.empty_of(next));
   }
 
-  // The tiles of a unit, from the last to the first; the scores of the last one are weights already. Leaves the values
-  // of the first one to be met.
-  __device__ void attend(const Handed& handed) {
+  // The tiles of a unit after `start`, to the first keys; the scores of `start` are weights
+  // already. Leaves the values of the first keys to be met.
+  __device__ void attend(const Handed& handed, i32 start) {
     const Unit& unit = handed.unit;
     float correction[2];
-    i32 first = met(handed, 0);
+    i32 first = met(handed, start);
     const Keys all = seen_by_all(unit);
     const i32 tiles = tiles_of(handed);
 #pragma unroll 1
-    for (i32 n = 1; n < tiles; ++n, ++taken) {
-      start_both();
+    for (i32 n = start + 1; n < tiles; ++n, ++taken) {
+      start_both(taken + 1);
       if constexpr (config::IS_BLOCKED) {
         first = met(handed, n);
       } else {
@@ -358,98 +276,88 @@ struct Consumer {
     clear_before(unit, first, taken);
   }
 
-  // From the last values of a unit to the first scores of the next one, which run beside them, so that the boundary
-  // between units is as busy as their middle.
-  __device__ void join(const Handed& handed, const Handed& following) {
+  // From the last values of a unit to the first scores of the next one, which run beside them, so
+  // that the boundary between units is as busy as their middle. The answer is the number of the
+  // next unit's tile.
+  __device__ i32 join(const Handed& handed, const Handed& following) {
     const Unit& next = following.unit;
-    const i32 first = met(following, 0);
+    const i32 start = start_of(following, taken + 1);
+    const i32 first = met(following, start);
     block.queries.wait_full(units);
-    start_both();
-    settle(next, seen_by_all(next), first, is_cut(0));
-    const Ends ends{{max[0], max[1]}, {sum[0], sum[1]}};
+    start_both(taken + 1 + u32(start));
+    if (start > 0) release(block.values.empty_of(taken + 1));
+    settle(next, seen_by_all(next), first, is_cut(start));
+    const Ends ends = present_ends();
     reset_rows();
+    scale_of(next);
     float correction[2];
     weigh<true>(correction, block.values.empty_of(taken));
     finish(handed.unit, ends);
-    clear_output();
-    ++taken;
+    taken += 1 + u32(start);
     clear_past(next, first, taken);
+    return start;
   }
 
-  // The last values of the last unit.
+  // The last values of a unit that no other one joins.
   __device__ void end(const Unit& unit) {
     block.values.wait_full(taken);
     multiply_values(taken);
     ptx::wgmma_wait_group<0>();
     release(block.values.empty_of(taken));
     ++taken;
-    finish(unit, {{max[0], max[1]}, {sum[0], sum[1]}});
+    finish(unit, present_ends());
+    reset_rows();
   }
 
-  // All units that the producer hands out; a block has one at least.
+  // Whether any row of this consumer is written.
+  __device__ bool has_rows(const Unit& unit) const {
+    return one_of_warp(unit.first + i32(consumer) * config::CONSUMER_ROWS < unit.rows);
+  }
+
+  // A unit of which this consumer has no row, after one that has ended: gives its tiles back as
+  // they land, and passes its turns on.
+  __device__ void pass(const Handed& handed) {
+    const i32 tiles = tiles_of(handed);
+    block.queries.wait_full(units);
+#pragma unroll 1
+    for (i32 n = 0; n < tiles; ++n, ++taken) {
+      block.keys.wait_full(taken);
+      take_turn();
+      give_turn();
+      release(block.keys.empty_of(taken));
+      block.values.wait_full(taken);
+      // No warp may still wait for what is given back: two phases could leave it behind.
+      ptx::bar_sync(OWN_BARRIER + consumer, config::WARPGROUP);
+      release(block.values.empty_of(taken));
+    }
+    release(block.queries.empty_of(units));
+    ++units;
+    ptx::mbarrier_arrive(block.handed_empty_of(order - 1));
+  }
+
+  // All units that the producer hands out.
   __device__ void run() {
-    const Handed* handed = next();
-    clear_output();
+    const Handed* handed = nullptr;  // the unit whose last values are to be met
     reset_rows();
-    begin(*handed);
     for (;;) {
-      attend(*handed);
       const Handed* following = next();
-      if (following == nullptr) break;
-      join(*handed, *following);
+      const bool is_met = following != nullptr && has_rows(following->unit);
+      i32 start;
+      if (handed != nullptr && is_met) {
+        start = join(*handed, *following);
+      } else {
+        if (handed != nullptr) end(handed->unit);
+        if (following == nullptr) break;
+        if (!is_met) {
+          pass(*following);
+          handed = nullptr;
+          continue;
+        }
+        start = begin(*following);
+      }
+      attend(*following, start);
       handed = following;
     }
-    end(handed->unit);
-  }
-
-  // Divides the rows and writes them, padding included.
-  __device__ void write(const Unit& unit, const Ends& ends) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const i32 position = unit.position(p, row() + half * 8);
-      const i32 head = unit.head;
-      float total = ends.sum[half];
-      total += __shfl_xor_sync(~0u, total, 1);
-      total += __shfl_xor_sync(~0u, total, 2);
-      const bool is_row = position < unit.sequence.q_len;
-      const float sink = is_row ? sink_of(p, unit, head) : NEG_INF;
-      const RowResult result = finish_row(ends.max[half], total, exponent, sink);
-      const bool is_written = position < unit.rows;
-      if (is_written && threadIdx.x % 4 == 0 && p.lse.data != nullptr) {
-        static_cast<float*>(p.lse.data)[query_offset(p.lse, unit.sequence, position, head)] =
-            is_row ? result.lse : NEG_INF;
-      }
-      u16* to = static_cast<u16*>(p.o.data) + query_offset(p.o, unit.sequence, position, head);
-#pragma unroll
-      for (int group = 0; group < config::VALUE_DIM / 32; ++group) {
-        u32 pairs[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int at = (group * 4 + j) * 4 + half * 2;
-          const float lo = output[at] * result.factor;
-          const float hi = output[at + 1] * result.factor;
-          pairs[j] = !is_row ? 0
-                     : config::DTYPE == DType::bf16 ? ptx::cvt_rn_bf16x2_f32(lo, hi)
-                                                    : ptx::cvt_rn_f16x2_f32(lo, hi);
-        }
-        const i32 column = (group * 4 + i32(threadIdx.x) % 4) * 8;
-        const Vec16 piece = exchange(pairs);
-        if (is_written && column < p.value_dim) *reinterpret_cast<Vec16*>(to + column) = piece;
-      }
-    }
-  }
-
-  // Lane l of a quad has pair l of four pieces; after it, all pairs of piece l: two steps of a transposition.
-  __device__ static Vec16 exchange(const u32 (&pairs)[4]) {
-    const bool is_odd = threadIdx.x & 1;
-    const bool is_high = threadIdx.x & 2;
-    const u32 a = __shfl_xor_sync(~0u, is_odd ? pairs[0] : pairs[1], 1);
-    const u32 b = __shfl_xor_sync(~0u, is_odd ? pairs[2] : pairs[3], 1);
-    const u32 near[2] = {is_odd ? a : pairs[0], is_odd ? pairs[1] : a};
-    const u32 far[2] = {is_odd ? b : pairs[2], is_odd ? pairs[3] : b};
-    const u32 c = __shfl_xor_sync(~0u, is_high ? near[0] : far[0], 2);
-    const u32 d = __shfl_xor_sync(~0u, is_high ? near[1] : far[1], 2);
-    return is_high ? Vec16{{c, d, far[0], far[1]}} : Vec16{{near[0], near[1], c, d}};
   }
 };
 

@@ -1,10 +1,12 @@
 // From scores to exponents of two, and from a row's sums to its result.
 //
-// Source: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867, algorithm 3.
-// Who executes: any thread, alone; no shared memory. Included behind a config, which says whether scores come with
-// options (config::IS_GENERAL).
-// The invariant: all weights of a row are relative to one shift, that of its maximum, under one rounding; a row that has
-// seen no key has the maximum -inf and weights of 0, never NaN.
+// Source: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867,
+// algorithm 3.
+// Who executes: any thread, alone; no shared memory. Included behind a config, which says whether
+// scores come with options (config::IS_GENERAL), and by which power of two weights are larger than
+// their exponents say (config::WEIGHT_EXPONENT).
+// The invariant: all weights of a row are relative to one shift, that of its maximum, under one
+// rounding; a row that has seen no key has the maximum -inf and weights of 0, never NaN.
 
 #pragma once
 
@@ -32,11 +34,22 @@ struct Exponent {
   Units units;
 
   __device__ float shift(float max) const {
-    return fmaxf(config::IS_GENERAL ? max : __fmul_rn(max, units.base2), LOWEST);
+    if constexpr (config::IS_GENERAL) return fmaxf(max, LOWEST);
+    return fmaxf(__fmul_rn(max, units.base2), LOWEST) - config::WEIGHT_EXPONENT;
+  }
+
+  // Beyond this the rounding of a shift moves weights of fp8 out of the few exponents they have:
+  // such rows are made relative to their maximum score by score.
+  static constexpr float FAR = 16384.0f;
+
+  __device__ bool is_far(float shift) const {
+    return config::HAS_NARROW_WEIGHTS && !config::IS_GENERAL && fabsf(shift) > FAR;
   }
 
   __device__ float of(float score, float shift) const {
-    if constexpr (config::IS_GENERAL) return (score - shift) * units.base2;
+    if constexpr (config::IS_GENERAL) {
+      return (score - shift) * units.base2 + config::WEIGHT_EXPONENT;
+    }
     return __fmaf_rn(score, units.base2, -shift);
   }
 
@@ -45,12 +58,13 @@ struct Exponent {
   // tile in which another row's maximum grows.
   __device__ float of_max(float before, float shift) const {
     if constexpr (config::IS_GENERAL) return (before - shift) * units.base2;
-    return __fmul_rn(before, units.base2) - shift;
+    return __fmul_rn(before, units.base2) - config::WEIGHT_EXPONENT - shift;
   }
 
-  // What rounding moved in the exponents of a row that ended with this maximum.
+  // How far the exponents of a row that ended with this maximum are above those relative to it:
+  // what rounding moved, and the weights' own exponent.
   __device__ float moved(float max) const {
-    if constexpr (config::IS_GENERAL) return 0.0f;
+    if (config::IS_GENERAL || is_far(shift(max))) return config::WEIGHT_EXPONENT;
     return __fmaf_rn(max, units.base2, -shift(max));
   }
 };
@@ -71,7 +85,7 @@ __device__ inline RowResult finish_row(float max, float sum, const Exponent& exp
   if (max == NEG_INF || sum == 0.0f) return {sum == sum ? 0.0f : sum, sum == sum ? sink : sum};
   const float small = LN2 * (ptx::lg2_approx_f32(sum) - exponent.moved(max));
   const float own = __fmaf_rn(max, exponent.units.natural, small);
-  if (sink == NEG_INF) return {1.0f / sum, own};
+  if (sink == NEG_INF) return {ptx::rcp_approx_ftz_f32(sum), own};
   const float top = fmaxf(own, sink);
   const float share = ptx::ex2_approx_ftz_f32((own - top) * LOG2E);
   const float total = share + ptx::ex2_approx_ftz_f32((sink - top) * LOG2E);

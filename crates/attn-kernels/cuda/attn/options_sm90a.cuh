@@ -1,8 +1,10 @@
 // What options make of the scores of a Hopper consumer: soft-cap, bias, ALiBi and the boolean mask.
 //
-// Order: scale, soft-cap, bias and ALiBi, masks. Scores become natural; a hidden one is -inf. The band is the caller's.
+// Order: scale, soft-cap, bias and ALiBi, masks. Scores become natural; a hidden one is -inf. The
+// band is the caller's.
 // Tensors: the maps of ForwardParams. Who executes: all warps of a consumer, converged.
-// The invariant: bias and mask are read for keys that the row may see by band and length, and for no other.
+// The invariant: bias and mask are read for keys that the row may see by band and length, and for
+// no other.
 
 #pragma once
 
@@ -40,42 +42,44 @@ constexpr float TANH_NEAREST = 0.12f;
 
 // Makes products natural scores under a soft-cap.
 //
-// Scores far below the cap, which most are, need the series alone: no special function, of which the softmax has enough.
-// `is_own`: all of the tile belongs to visible pairs, so that looking at it cannot let anything else change a bit.
+// Scores far below the cap, which most are, need the series alone: no special function, of which
+// the softmax has enough. `is_own`: all of the tile belongs to visible pairs, so that looking at it
+// cannot let anything else change a bit.
 template <int SCORES>
-__device__ void cap_scores(const ForwardParams& p, bool is_own, float (&scores)[SCORES]) {
-  const float factor = p.scale / p.softcap;
+__device__ void cap_scores(float scale, float softcap, bool is_own, float (&scores)[SCORES]) {
+  const float factor = scale / softcap;
   float largest = 0.0f;
 #pragma unroll
   for (int j = 0; j < SCORES; ++j) largest = fmaxf(largest, fabsf(scores[j]));
   largest = is_own ? largest * fabsf(factor) : 1.0f;
   if (__all_sync(~0u, largest < TANH_NEAREST)) {
-    const CapSeries<NEAREST_TERMS> series(p.scale, factor * factor);
+    const CapSeries<NEAREST_TERMS> series(scale, factor * factor);
 #pragma unroll
     for (int j = 0; j < SCORES; ++j) scores[j] *= series.at(scores[j] * scores[j]);
   } else if (__all_sync(~0u, largest < TANH_NEAR)) {
-    const CapSeries<TANH_TERMS> series(p.scale, factor * factor);
+    const CapSeries<TANH_TERMS> series(scale, factor * factor);
 #pragma unroll
     for (int j = 0; j < SCORES; ++j) scores[j] *= series.at(scores[j] * scores[j]);
   } else {
 #pragma unroll
-    for (int j = 0; j < SCORES; ++j) scores[j] = p.softcap * tanh_of(scores[j] * factor);
+    for (int j = 0; j < SCORES; ++j) scores[j] = softcap * tanh_of(scores[j] * factor);
   }
 }
 
 // Makes products natural scores.
 template <int SCORES>
-__device__ void scale_scores(const ForwardParams& p, bool is_own, float (&scores)[SCORES]) {
-  if (p.softcap > 0.0f) {
-    cap_scores(p, is_own, scores);
+__device__ void scale_scores(float scale, float softcap, bool is_own, float (&scores)[SCORES]) {
+  if (softcap > 0.0f) {
+    cap_scores(scale, softcap, is_own, scores);
     return;
   }
 #pragma unroll
-  for (int j = 0; j < SCORES; ++j) scores[j] *= p.scale;
+  for (int j = 0; j < SCORES; ++j) scores[j] *= scale;
 }
 
-// Adds bias and ALiBi to the natural scores of the row at `position`, and hides what the boolean mask hides. The lane has
-// columns `column` and the next of every eight keys from `first` on; `half` says which of its two rows this is.
+// Adds bias and ALiBi to the natural scores of the row at `position`, and hides what the boolean
+// mask hides. The lane has columns `column` and the next of every eight keys from `first` on;
+// `half` says which of its two rows this is.
 template <int SCORES>
 __device__ void apply_options(const ForwardParams& p, const Unit& unit, i32 position, i32 first,
                               i32 column, int half, float (&scores)[SCORES]) {

@@ -1,12 +1,14 @@
-// The producer of a Hopper block: one warp that takes units of work, and one that has their tiles copied.
+// The producer of a Hopper block: one warp that takes units of work, and one that has their tiles
+// copied.
 //
-// Units are taken from a counter in global memory, so that blocks that end early take what is left; the next unit is
-// taken when few tiles of the present one are left to copy, so that its first ones land in time, and no earlier: a unit
-// that is taken is no longer there for a block that runs out of work. Keys of a unit come from the last tile to the
-// first: the last one needs the masks, and the first products can start on it.
+// Units are taken from a counter in global memory, so that blocks that end early take what is left;
+// the next unit is taken when few tiles of the present one are left to copy, so that its first ones
+// land in time, and no earlier: a unit that is taken is no longer there for a block that runs out
+// of work. Keys of a unit come from the last tile to the first: the last one needs the masks, and
+// the first products can start on it.
 // Pages: a tile is boxes of rows, each within a page, and lane n of the warp asks for box n.
-// The invariant: tiles of keys start at the unit's first key, or at the box that holds it; rows past the tensor are 0,
-// and rows that no query row sees are the consumers' to clear.
+// The invariant: tiles of keys start at the unit's first key, or at the box that holds it; rows
+// past the tensor are 0, and rows that no query row sees are the consumers' to clear.
 
 #pragma once
 
@@ -24,10 +26,14 @@ struct Maps {
   const ptx::TensorMap* v;
 };
 
-// Tiles of keys that a unit meets: one, all hidden, where it sees no key, so that all units go one way.
+constexpr i32 PANEL_ELEMENTS = i32(tile::PANEL_ROW_BYTES) / config::ELEMENT_BYTES;
+
+// Tiles of keys that a unit meets: one, all hidden, where it sees no key, so that all units go one
+// way.
 __device__ inline i32 key_tiles(const Handed& handed) {
   const Keys& keys = handed.unit.keys;
-  const i32 tiles = config::IS_BLOCKED ? handed.visits : ceil_div(keys.hi - keys.lo, config::BLOCK_N);
+  const i32 tiles =
+      config::IS_BLOCKED ? handed.visits : ceil_div(keys.hi - keys.lo, config::BLOCK_N);
   return max_of(tiles, 1);
 }
 
@@ -37,14 +43,15 @@ __device__ inline i32 met_tile(const Handed& handed, const Visit* visits, i32 n)
   return handed.unit.keys.lo + tile * config::BLOCK_N;
 }
 
-// Asks for a box of ROWS rows from `row` on, 64 columns at a time, in a tile of TILE_ROWS rows; one thread.
+// Asks for a box of ROWS rows from `row` on, a panel of columns at a time, in a tile of TILE_ROWS
+// rows; one thread.
 template <int ROWS, int TILE_ROWS, int DIM>
 __device__ void copy_box(u32 to, const ptx::TensorMap* map, i32 head, i32 row, i32 outer,
                          u32 full) {
 #pragma unroll
-  for (int panel = 0; panel < DIM / 64; ++panel) {
-    ptx::cp_async_bulk_tensor_4d(to + panel * TILE_ROWS * tile::PANEL_ROW_BYTES, map, panel * 64,
-                                 head, row, outer, full);
+  for (int panel = 0; panel < tile::panels_of(DIM, config::ELEMENT_BYTES); ++panel) {
+    ptx::cp_async_bulk_tensor_4d(to + panel * TILE_ROWS * tile::PANEL_ROW_BYTES, map,
+                                 panel * PANEL_ELEMENTS, head, row, outer, full);
   }
 }
 
@@ -76,21 +83,22 @@ __device__ inline Boxes boxes_of(const ForwardParams& p, const Sequence& sequenc
 template <int DIM>
 __device__ void fill_box(u32 to) {
   const Vec16 nan{{~0u, ~0u, ~0u, ~0u}};
-  for (int panel = 0; panel < DIM / 64; ++panel) {
+  for (int panel = 0; panel < tile::panels_of(DIM, config::ELEMENT_BYTES); ++panel) {
     for (int piece = 0; piece < config::BOX_ROWS * 8; ++piece) {
-      ptx::st_shared_v4_b32(
-          to + (panel * config::BLOCK_N * tile::PANEL_ROW_BYTES + piece * 16), nan);
+      ptx::st_shared_v4_b32(to + (panel * config::BLOCK_N * tile::PANEL_ROW_BYTES + piece * 16),
+                            nan);
     }
   }
   ptx::fence_proxy_async_shared();
 }
 
-// Asks for a tile of keys or values, all copying lanes; a stage's rows past the last box stay what they were.
+// Asks for a tile of keys or values, all copying lanes; a stage's rows past the last box stay what
+// they were.
 template <int DIM>
 __device__ void copy_tile(u32 to, const ptx::TensorMap* map, i32 head, const Boxes& boxes,
                           u32 full) {
   using namespace config;
-  constexpr u32 BOX_BYTES = BOX_ROWS * DIM * 2;
+  constexpr u32 BOX_BYTES = tile_bytes(BOX_ROWS, DIM);
   if constexpr (IS_PAGED) {
     const i32 lane = i32(threadIdx.x) % WARP;
     const u32 box = to + u32(lane * BOX_ROWS) * tile::PANEL_ROW_BYTES;
@@ -98,6 +106,7 @@ __device__ void copy_tile(u32 to, const ptx::TensorMap* map, i32 head, const Box
     const bool is_stored = has_box && boxes.outer >= 0;
     if (has_box && !is_stored) fill_box<DIM>(box);
     const u32 stored = u32(__popc(__ballot_sync(~0u, is_stored)));
+    __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, stored * BOX_BYTES);
     __syncwarp();
     if (is_stored) copy_box<BOX_ROWS, BLOCK_N, DIM>(box, map, head, boxes.row, boxes.outer, full);
@@ -107,7 +116,8 @@ __device__ void copy_tile(u32 to, const ptx::TensorMap* map, i32 head, const Box
   }
 }
 
-// Lists the tiles of a unit that the block mask lets some row see, from the last to the first. All lanes of one warp.
+// Lists the tiles of a unit that the block mask lets some row see, from the last to the first. All
+// lanes of one warp.
 __device__ inline i32 list_visits(const ForwardParams& p, const Unit& unit, i32 tiles,
                                   Visit* visits) {
   const i32 lane = i32(threadIdx.x) % WARP;
@@ -131,7 +141,8 @@ __device__ inline i32 list_visits(const ForwardParams& p, const Unit& unit, i32 
 
 // Takes units and hands them out, to the copying warp as to the consumers. All lanes of one warp.
 //
-// A warp of its own: finding a unit takes as long as a tile's products, and copies must not wait for it.
+// A warp of its own: finding a unit takes as long as a tile's products, and copies must not wait
+// for it.
 __device__ inline void hand_out(const ForwardParams& p, const Block& block) {
   const bool leads = threadIdx.x % WARP == 0;
   u32 index = blockIdx.x;
@@ -152,8 +163,8 @@ __device__ inline void hand_out(const ForwardParams& p, const Block& block) {
       if constexpr (config::IS_BLOCKED) {
         __syncwarp();
         Visit* visits = block.visits_of(count);
-        handed.visits = list_visits(p, unit, ceil_div(unit.keys.hi - unit.keys.lo, config::BLOCK_N),
-                                    visits);
+        handed.visits =
+            list_visits(p, unit, ceil_div(unit.keys.hi - unit.keys.lo, config::BLOCK_N), visits);
         if (handed.visits == 0) {
           visits[0] = {0};
           unit.keys.hi = unit.keys.lo;
@@ -175,8 +186,8 @@ __device__ inline void hand_out(const ForwardParams& p, const Block& block) {
 // How many tiles of a unit are left to copy when the next one is asked for.
 constexpr i32 LAST_TILES = 1;
 
-// Has the tiles of all units copied. All lanes of one warp for pages, whose boxes they share; else its first lane, for one
-// that waited beside it could be left behind by two phases.
+// Has the tiles of all units copied. All lanes of one warp for pages, whose boxes they share; else
+// its first lane, for one that waited beside it could be left behind by two phases.
 __device__ inline void copy_tiles(const ForwardParams& p, const Maps& maps, const Block& block) {
   using namespace config;
   const bool leads = !IS_PAGED || threadIdx.x % WARP == 0;
@@ -203,18 +214,19 @@ __device__ inline void copy_tiles(const ForwardParams& p, const Maps& maps, cons
       ++keys;
     };
     const auto copy_values = [&](const Boxes& boxes) {
-      block.values.wait_empty(values);
-      copy_tile<VALUE_DIM>(block.values.tile<VALUE_BYTES>(values), maps.v, kv_head, boxes,
-                           block.values.full_of(values));
+      const Ring<STAGES>& ring = IS_FP8 ? block.stored_values : block.values;
+      ring.wait_empty(values);
+      copy_tile<VALUE_DIM>(ring.tile<STORED_VALUE_BYTES>(values), maps.v, kv_head, boxes,
+                           ring.full_of(values));
       ++values;
     };
     block.queries.wait_empty(count);
     if (leads) {
       const u32 full = block.queries.full_of(count);
       ptx::mbarrier_arrive_expect_tx(full, QUERY_BYTES);
-      copy_box<BLOCK_M, BLOCK_M, HEAD_DIM>(
-          block.queries.tile<QUERY_BYTES>(count), maps.q, unit.head,
-          i32(sequence.q_first) + unit.first, p.flags & Q_PADDED ? sequence.index : 0, full);
+      copy_box<BLOCK_M, BLOCK_M, HEAD_DIM>(block.queries.tile<QUERY_BYTES>(count), maps.q,
+                                           unit.head, i32(sequence.q_first) + unit.first,
+                                           p.flags & Q_PADDED ? sequence.index : 0, full);
     }
     Boxes boxes = boxes_of(p, sequence, met_tile(handed, visits, 0));
     copy_keys(boxes);

@@ -1,26 +1,37 @@
-// The shared memory of a Hopper block: queries, rings of key and value tiles, and the barriers between the producer and
-// the consumers.
+// The shared memory of a Hopper block: queries, rings of key and value tiles, and the barriers
+// between the producer and the consumers.
 //
-// Shared memory, from a multiple of 1024: QUERY_STAGES query tiles [BLOCK_M, HEAD_DIM]; STAGES key tiles [BLOCK_N,
-// HEAD_DIM]; STAGES value tiles [BLOCK_N, VALUE_DIM]; barriers of 8 bytes: queries full, empty [QUERY_STAGES]; keys full,
-// empty [STAGES]; values full, empty [STAGES]; units full, empty [HANDED_SLOTS], wanted; under a block mask visits of 2
-// bytes [HANDED_SLOTS, most_visits].
-// The full barrier of a tile has one arrival, the producer's, and counts bytes; its empty one has one of each consumer,
-// whose products read it. The barriers of a unit have one of each thread that writes or reads it.
+// Shared memory, from a multiple of 1024: QUERY_STAGES query tiles [BLOCK_M, HEAD_DIM]; STAGES key
+// tiles [BLOCK_N, HEAD_DIM]; STAGES value tiles [BLOCK_N, VALUE_DIM], of fp8 [VALUE_DIM, BLOCK_N];
+// fp8: STAGES value tiles as they are stored [BLOCK_N, VALUE_DIM]; panels of output, 128 bytes of
+// each query row; barriers of 8 bytes: queries full, empty [QUERY_STAGES]; keys full, empty
+// [STAGES]; values full, empty [STAGES]; stored values full, empty [STAGES]; units full, empty
+// [HANDED_SLOTS], wanted; under a block mask visits of 2 bytes [HANDED_SLOTS, most_visits]. The
+// full barrier of a copied tile has one arrival, the producer's, and counts bytes; its empty one
+// has one of each consumer, whose products read it. Of what is transposed, the threads that do it
+// arrive on either side. The barriers of a unit have one of each thread that writes or reads it.
 // Both walk the rings with a count of tiles, from which stage and parity follow.
 
 #pragma once
 
-#include "base/config_sm90a.cuh"
 #include "attn/unit.cuh"
+#include "base/config_sm90a.cuh"
 #include "ptx/mbarrier.cuh"
 #include "tile/descriptor.cuh"
 
 namespace attn {
 
-constexpr u32 QUERY_BYTES = config::BLOCK_M * config::HEAD_DIM * 2;
-constexpr u32 KEY_BYTES = config::BLOCK_N * config::HEAD_DIM * 2;
-constexpr u32 VALUE_BYTES = config::BLOCK_N * config::VALUE_DIM * 2;
+__host__ __device__ constexpr u32 tile_bytes(int rows, int columns) {
+  return u32(rows * tile::panels_of(columns, config::ELEMENT_BYTES)) * tile::PANEL_ROW_BYTES;
+}
+constexpr u32 QUERY_BYTES = tile_bytes(config::BLOCK_M, config::HEAD_DIM);
+constexpr u32 KEY_BYTES = tile_bytes(config::BLOCK_N, config::HEAD_DIM);
+constexpr u32 STORED_VALUE_BYTES = tile_bytes(config::BLOCK_N, config::VALUE_DIM);
+constexpr u32 VALUE_BYTES =
+    config::IS_FP8 ? tile_bytes(config::VALUE_DIM, config::BLOCK_N) : STORED_VALUE_BYTES;
+
+// Threads that transpose values of fp8: two warps.
+constexpr u32 TRANSPOSERS = config::IS_FP8 ? 2 * WARP : 0;
 
 // Waits for the phase of a barrier.
 __device__ inline void wait(u32 barrier, u32 parity) {
@@ -42,14 +53,13 @@ struct Ring {
   __device__ u32 full_of(u32 count) const { return full + count % STAGES * 8; }
   __device__ u32 empty_of(u32 count) const { return empty + count % STAGES * 8; }
 
-  // The producer: until the stage of tile `count` has been given back, which the first ones need not be.
+  // The producer: until the stage of tile `count` has been given back, which the first ones need
+  // not be.
   __device__ void wait_empty(u32 count) const {
     const u32 round = count / STAGES;
     if (round > 0) wait(empty_of(count), (round - 1) & 1);
   }
-  __device__ void wait_full(u32 count) const {
-    wait(full_of(count), count / STAGES & 1);
-  }
+  __device__ void wait_full(u32 count) const { wait(full_of(count), count / STAGES & 1); }
 
   __device__ void place_barriers(u32 at) {
     full = at;
@@ -57,22 +67,27 @@ struct Ring {
   }
   __device__ u32 end() const { return empty + STAGES * 8; }
 
-  __device__ void init() const {
+  __device__ void init(u32 writers, u32 readers) const {
     for (u32 stage = 0; stage < STAGES; ++stage) {
-      ptx::mbarrier_init(full_of(stage), 1);
-      ptx::mbarrier_init(empty_of(stage), config::CONSUMERS);
+      ptx::mbarrier_init(full_of(stage), writers);
+      ptx::mbarrier_init(empty_of(stage), readers);
     }
   }
 };
 
-// A unit as the producer hands it to the consumers, which read it where it is: registers are for products.
+// A unit as the producer hands it to the consumers, which read it where it is: registers are for
+// products.
 struct Handed {
   Unit unit;
   bool is_unit;
   i32 visits;  // under a block mask, tiles of keys that the unit visits
 };
 
-// A visit of a unit under a block mask: the tile's number, and whether some row does not see all of it.
+// The host counts them (src/cuda/config/hopper.rs).
+static_assert(sizeof(Handed) == 104);
+
+// A visit of a unit under a block mask: the tile's number, and whether some row does not see all of
+// it.
 struct Visit {
   u16 word;
 
@@ -89,6 +104,8 @@ struct Block {
   Ring<config::QUERY_STAGES> queries;
   Ring<config::STAGES> keys;
   Ring<config::STAGES> values;
+  Ring<config::STAGES> stored_values;  // fp8: as they are copied
+  u32 panels;                          // of output, one of each warp (attn/write_sm90a.cuh)
   u32 handed_full;
   u32 handed_empty;
   u32 wanted;  // the next unit
@@ -102,10 +119,13 @@ struct Block {
     queries.tiles = memory;
     keys.tiles = queries.tiles + config::QUERY_STAGES * QUERY_BYTES;
     values.tiles = keys.tiles + config::STAGES * KEY_BYTES;
-    queries.place_barriers(values.tiles + config::STAGES * VALUE_BYTES);
+    stored_values.tiles = values.tiles + config::STAGES * VALUE_BYTES;
+    panels = stored_values.tiles + (config::IS_FP8 ? config::STAGES * STORED_VALUE_BYTES : 0);
+    queries.place_barriers(panels + config::BLOCK_M * tile::PANEL_ROW_BYTES);
     keys.place_barriers(queries.end());
     values.place_barriers(keys.end());
-    handed_full = values.end();
+    stored_values.place_barriers(values.end());
+    handed_full = config::IS_FP8 ? stored_values.end() : values.end();
     handed_empty = handed_full + HANDED_SLOTS * 8;
     wanted = handed_empty + HANDED_SLOTS * 8;
     visits = reinterpret_cast<Visit*>(generic + (wanted + 8 - memory));
@@ -122,11 +142,13 @@ struct Block {
 
   // One thread, before the barrier that starts the block.
   __device__ void init() const {
-    // Every thread that reads a unit: the consumers and the copying lanes.
-    constexpr u32 READERS = config::CONSUMERS * config::WARPGROUP + config::COPY_LANES;
-    queries.init();
-    keys.init();
-    values.init();
+    // Every thread that reads a unit: the consumers, the copying lanes and those that transpose.
+    constexpr u32 READERS =
+        config::CONSUMERS * config::WARPGROUP + config::COPY_LANES + TRANSPOSERS;
+    queries.init(1, config::CONSUMERS);
+    keys.init(1, config::CONSUMERS);
+    values.init(config::IS_FP8 ? TRANSPOSERS : 1, config::CONSUMERS);
+    if (config::IS_FP8) stored_values.init(1, TRANSPOSERS);
     for (u32 slot = 0; slot < HANDED_SLOTS; ++slot) {
       ptx::mbarrier_init(handed_full_of(slot), WARP);
       ptx::mbarrier_init(handed_empty_of(slot), READERS);

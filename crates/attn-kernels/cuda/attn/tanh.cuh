@@ -14,12 +14,11 @@ constexpr float TANH_NEAR = 0.6f;
 
 // tanh x / x as a series of x^2, lowest power first.
 constexpr int TANH_TERMS = 6;
-__device__ constexpr float TANH_SERIES[TANH_TERMS] = {1.0f,           -0.3333333135f,
-                                                      0.1333292425f,  -0.0538751669f,
-                                                      0.0211163126f, -0.0062764990f};
+__device__ constexpr float TANH_SERIES[TANH_TERMS] = {
+    1.0f, -0.3333333135f, 0.1333292425f, -0.0538751669f, 0.0211163126f, -0.0062764990f};
 
-// tanh x, within 1e-7 of it everywhere: the series near 0, where 1 - 2 / (1 + exp(2x)) cancels, and that formula beyond;
-// both are cheaper than a branch.
+// tanh x, within 1e-7 of it everywhere: the series near 0, where 1 - 2 / (1 + exp(2x)) cancels, and
+// that formula beyond; both are cheaper than a branch.
 __device__ inline float tanh_of(float x) {
   const float square = x * x;
   float series = TANH_SERIES[TANH_TERMS - 1];

@@ -53,7 +53,8 @@ struct Unit {
   }
 };
 
-// Where a unit is among those of its sequence: `inside` counts parts and tiles of one block of heads.
+// Where a unit is among those of its sequence: `inside` counts parts and tiles of one block of
+// heads.
 struct Task {
   Sequence sequence;
   u32 head_block;
@@ -106,7 +107,8 @@ __device__ Unit unit_of(const ForwardParams& p, const Task& task) {
   unit.part = i32(part);
   unit.first = i32(row_tiles - 1 - (inside - part * row_tiles)) * BLOCK_M;
 
-  const Parts parts = HAS_PARTS ? parts_of(p, unit.band) : Parts{0, unit.sequence.kv_len, unit.sequence.kv_len, 1};
+  const Parts parts =
+      HAS_PARTS ? parts_of(p, unit.band) : Parts{0, unit.sequence.kv_len, unit.sequence.kv_len, 1};
   unit.parts = parts.count;
   unit.top = unit.position(p, 0);
   unit.bottom = min_of(unit.position(p, BLOCK_M - 1), unit.sequence.q_len - 1);

@@ -48,6 +48,9 @@ constexpr int THREADS = TEAM_THREADS * TEAMS;
 constexpr int MIN_BLOCKS = ATTN_MIN_BLOCKS;
 
 constexpr bool IS_FP8 = size_of(KV_DTYPE) == 1;
+// Powers of two by which weights are larger than relative to their row's shift: none for 16 bits.
+constexpr float WEIGHT_EXPONENT = 0.0f;
+constexpr bool HAS_NARROW_WEIGHTS = false;
 
 static_assert(Q_DTYPE == DType::f16 || Q_DTYPE == DType::bf16);
 static_assert(KV_DTYPE == Q_DTYPE || IS_FP8);

@@ -59,7 +59,8 @@ struct BlockTable {
   Divisor page_size;
 };
 
-// An entry of a persistent kernel's order: a tile of some blocks of heads. Tiles are counted from the end of a sequence.
+// An entry of a persistent kernel's order: a tile of some blocks of heads. Tiles are counted from
+// the end of a sequence.
 struct OrderedTask {
   i32 sequence;
   u32 head_block;
@@ -117,8 +118,9 @@ struct ForwardParams {
   Divisor uniform_units;
   i32 uniform_q;
   i32 uniform_kv;
-  // Persistent kernels: two words that are 0 between launches, the order of the tiles of unequal sequences, the units of
-  // all blocks of heads, and the blocks of heads of a section or, in an order, of an entry (attn/schedule.cuh).
+  // Persistent kernels: two words that are 0 between launches, the order of the tiles of unequal
+  // sequences, the units of all blocks of heads, and the blocks of heads of a section or, in an
+  // order, of an entry (attn/schedule.cuh).
   u32* counter;
   const OrderedTask* order;
   i32 work;

@@ -1,5 +1,5 @@
-// The element types of q and o of a forward, for the kernels that need no more of an instance than its
-// types.
+// The element types of q and o of a forward, for the kernels that need no more of an instance than
+// its types.
 //
 // The tiled kernels read theirs, with the rest of an instance, in base/config.cuh.
 

@@ -202,8 +202,8 @@ __device__ void attend(const ForwardParams& p, const Row& r, Shared& shared) {
   const i32 lo = band.lo(r.row);
   const i32 hi = band.hi(r.row);
   // Scales of queries and keys are factors of the product.
-  const float qk_scale = per_head(p.q_scale, s.index, r.kv_head, 1.0f) *
-                         per_head(p.k_scale, s.index, r.kv_head, 1.0f);
+  const float qk_scale =
+      per_head(p.q_scale, s.index, r.kv_head, 1.0f) * per_head(p.k_scale, s.index, r.kv_head, 1.0f);
   const ScoreRow scores = {s.index, r.head, r.row, band.position(r.row), p.scale * qk_scale};
 
   for (i32 d = threadIdx.x; d < min_of(p.head_dim, QUERY_COLUMNS); d += THREADS) {

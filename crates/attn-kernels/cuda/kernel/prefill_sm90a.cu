@@ -1,16 +1,19 @@
-// Forward attention on Hopper: warpgroup products, tiles copied by the tensor memory accelerator, one warpgroup that
-// produces and two or three that consume.
+// Forward attention on Hopper: warpgroup products, tiles copied by the tensor memory accelerator,
+// one warpgroup that produces and two or three that consume.
 //
 // Source: J. Shah et al., "FlashAttention-3", arXiv:2407.08608, algorithms 1 and 2.
-// Tensors: base/params.cuh; q, k and v through tensor maps of four axes (element, head, row, sequence, or element, head,
-// slot, page), boxes of 64 elements and a tile's or a page's rows under a swizzle of 128 bytes.
-// Who executes: a grid of as many blocks as run at once, each taking units of work until none is left.
+// Tensors: base/params.cuh; q, k and v through tensor maps of four axes (element, head, row,
+// sequence, or element, head, slot, page), boxes of 128 bytes and a tile's or a page's rows under a
+// swizzle of 128 bytes.
+// Who executes: a grid of as many blocks as run at once, each taking units of work until none is
+// left.
 // Shared-memory map: attn/ring_sm90a.cuh.
-// What it does not do: block masks, fp8, packed heads, pages of no multiple of 8 rows (kernel/prefill.cu).
-
-#include "base/config_sm90a.cuh"
+// What it does not do: caches of another type than queries, packed heads, pages of no multiple of 8
+// rows (kernel/prefill.cu).
 
 #include "attn/consume_sm90a.cuh"
+#include "attn/transpose_sm90a.cuh"
+#include "base/config_sm90a.cuh"
 #include "ptx/setmaxnreg.cuh"
 
 namespace attn {
@@ -29,6 +32,9 @@ __device__ inline void prefill_sm90a(const ForwardParams& p, const Maps& maps) {
     ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x < COPY_LANES) copy_tiles(p, maps, block);
     if (threadIdx.x / WARP == 1) hand_out(p, block);
+    if constexpr (IS_FP8) {
+      if (threadIdx.x / WARP >= 2) transpose_values(p, block);
+    }
     return;
   }
   ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();

@@ -1,4 +1,4 @@
-// Instructions on 16-bit floats, one wrapper each.
+// Instructions on 16-bit and 8-bit floats, one wrapper each.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#half-precision-floating-point-instructions-fma
 //
@@ -66,6 +66,15 @@ __device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
   static_assert(ARCH >= 890, "cvt.rn.f16x2.e4m3x2 needs sm_89");
   u32 y;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"(pair));
+  return y;
+}
+
+// cvt.rn.satfinite.e4m3x2.f32: `lo` in the low byte; beyond 448 to 448, NaN to 0x7F. SM 89.
+template <int ARCH>
+__device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float lo, float hi) {
+  static_assert(ARCH >= 890, "cvt.rn.satfinite.e4m3x2.f32 needs sm_89");
+  u16 y;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(hi), "f"(lo));
   return y;
 }
 

@@ -1,7 +1,8 @@
 // Barriers in shared memory that count arrivals and bytes.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier
 //
-// Who executes: any thread. Minimum sm_90 (sm_80 for what does not count bytes). An address is of 8 bytes, on 8.
+// Who executes: any thread. Minimum sm_90 (sm_80 for what does not count bytes). An address is of 8
+// bytes, on 8.
 
 #pragma once
 
@@ -24,17 +25,20 @@ __device__ inline void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// mbarrier.arrive.expect_tx.shared::cta.b64 _, [barrier], bytes: arrives, and the phase also waits for so many bytes.
+// mbarrier.arrive.expect_tx.shared::cta.b64 _, [barrier], bytes: arrives, and the phase also waits
+// for so many bytes.
 __device__ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-// mbarrier.try_wait.parity.shared::cta.b64: whether the phase of this parity has ended; waits a while for it.
+// mbarrier.try_wait.parity.shared::cta.b64: whether the phase of this parity has ended; waits a
+// while for it.
 __device__ inline bool mbarrier_try_wait_parity(u32 barrier, u32 parity) {
   u32 has_ended;
   asm volatile(
-      "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+      "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; "
+      "}"
       : "=r"(has_ended)
       : "r"(barrier), "r"(parity)
       : "memory");

@@ -7,8 +7,8 @@
 
 namespace attn::ptx {
 
-// setmaxnreg.inc.sync.aligned.u32 N: waits for and takes registers, up to N a thread, a multiple of 8. Minimum sm_90a; all
-// warps of a warpgroup.
+// setmaxnreg.inc.sync.aligned.u32 N: waits for and takes registers, up to N a thread, a multiple of
+// 8. Minimum sm_90a; all warps of a warpgroup.
 template <int N>
 __device__ inline void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));

@@ -12,8 +12,9 @@ struct alignas(128) TensorMap {
   u64 opaque[16];
 };
 
-// cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes: the box at (x, y, z, w), x the innermost
-// axis; elements outside the tensor are 0. `barrier` counts the bytes of the whole box. Minimum sm_90; one thread.
+// cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes: the box at (x, y, z,
+// w), x the innermost axis; elements outside the tensor are 0. `barrier` counts the bytes of the
+// whole box. Minimum sm_90; one thread.
 __device__ inline void cp_async_bulk_tensor_4d(u32 to, const TensorMap* map, i32 x, i32 y, i32 z,
                                                i32 w, u32 barrier) {
   asm volatile(
@@ -28,8 +29,8 @@ __device__ inline void prefetch_tensormap(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// fence.proxy.async.shared::cta: the thread's earlier accesses to shared memory are seen by the copy engine and by
-// warpgroup products that follow a barrier. Minimum sm_90.
+// fence.proxy.async.shared::cta: the thread's earlier accesses to shared memory are seen by the
+// copy engine and by warpgroup products that follow a barrier. Minimum sm_90.
 __device__ inline void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes wgmma.cuh: the widths of the warpgroup product that kernels use, in both types.
+"""Writes wgmma.cuh: the widths of the warpgroup product that kernels use, in each type.
 
 An instruction of width n names n / 2 accumulators, so that its wrapper cannot be written once for all widths.
 With --print it prints the file instead: `cargo xtask tidy` compares.
@@ -13,10 +13,12 @@ HEADER = """\
 // Warpgroup matrix products. Written by wgmma.py.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions
 //
-// wgmma.mma_async.sync.aligned.m64nNk16.f32.TYPE.TYPE: d += a b for the 64 rows of a warpgroup, d = a b where
-// `scale_d` is 0. Warp w of the group holds rows 16 w .. 16 w + 15 of d and, of 64 x 16 registers, of a, each as
-// in m16n8k16 (ptx/mma.cuh), one 8-column tile after the other. `ss`: a and b in shared memory, both with k
-// contiguous. `rs`: a in registers, b with n contiguous (trans-b). Descriptors: tile/descriptor.cuh.
+// wgmma.mma_async.sync.aligned.m64nNkK.f32.TYPE.TYPE: d += a b for the 64 rows of a warpgroup, d =
+// a b where `scale_d` is 0; k is 16 elements of 16 bits, or 32 of e4m3. Warp w of the group holds
+// rows 16 w .. 16 w + 15 of d and, of 64 x k registers, of a: 16 bits as in m16n8k16 (ptx/mma.cuh),
+// one 8-column tile after the other; e4m3 with four elements where 16 bits have two. `ss`: a and b
+// in shared memory, both with k contiguous. `rs`: a in registers, b with n contiguous (trans-b), or
+// with k contiguous for e4m3, which knows nothing else. Descriptors: tile/descriptor.cuh.
 // Who executes: all four warps of a warpgroup, converged. Minimum sm_90a. Registers of d and a belong to the
 // product until wgmma_wait_group says that it has ended.
 
@@ -54,18 +56,21 @@ def wrap(items, indent):
 
 def asm(n, dtype, is_rs):
     count = n // 2
+    k = 32 if dtype == "e4m3" else 16
     names = [f"%{i}" for i in range(count)]
     lines = wrap(names, 8)
     quoted = "\n".join(f'        "{line}{" " if i + 1 < len(lines) else ""}"' for i, line in enumerate(lines))
     if is_rs:
         a = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
         b, flag = f"%{count + 4}", f"%{count + 5}"
-        tail = f"}}, {a}, {b}, p, 1, 1, 1; }}"
+        transposed = ", 1" if k == 16 else ""
+        tail = f"}}, {a}, {b}, p, 1, 1{transposed}; }}"
         inputs = ['"r"(a[0])', '"r"(a[1])', '"r"(a[2])', '"r"(a[3])', '"l"(b)', '"r"(scale_d)']
         signature = f"static void rs(float (&d)[{count}], const u32 (&a)[4], u64 b, i32 scale_d)"
     else:
         a, b, flag = f"%{count}", f"%{count + 1}", f"%{count + 2}"
-        tail = f"}}, {a}, {b}, p, 1, 1, 0, 0; }}"
+        transposed = ", 0, 0" if k == 16 else ""
+        tail = f"}}, {a}, {b}, p, 1, 1{transposed}; }}"
         inputs = ['"l"(a)', '"l"(b)', '"r"(scale_d)']
         signature = f"static void ss(float (&d)[{count}], u64 a, u64 b, i32 scale_d)"
     outputs = wrap([f'"+f"(d[{i}])' for i in range(count)], 10)
@@ -74,7 +79,7 @@ def asm(n, dtype, is_rs):
   __device__ {signature} {{
     asm volatile(
         "{{ .reg .pred p; setp.ne.b32 p, {flag}, 0; "
-        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype} {{"
+        "wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{dtype}.{dtype} {{"
 {quoted}
         "{tail}"
         : {outputs}
@@ -85,11 +90,11 @@ def asm(n, dtype, is_rs):
 
 def main():
     out = [HEADER]
-    for dtype in ("f16", "bf16"):
-        widths = sorted({64, 112, 128, 192, 256})
+    for dtype in ("f16", "bf16", "e4m3"):
+        widths = (64, 96, 128, 192, 256)
         for n in widths:
             body = []
-            if n in (64, 112, 128):
+            if n in (64, 96, 128):
                 body.append(asm(n, dtype, False))
             if n in (64, 128, 192, 256):
                 body.append(asm(n, dtype, True))

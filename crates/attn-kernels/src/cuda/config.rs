@@ -10,6 +10,8 @@ use crate::error::Error;
 use crate::instances::Instance;
 use crate::spec::{Entry, KernelSpec};
 
+pub(crate) mod hopper;
+
 /// The instance that runs a plan, and what the launch must know of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Config {
@@ -68,141 +70,6 @@ pub(crate) fn decode_tiles(problem: &Problem) -> &'static [Tile] {
         NARROW_DECODE_TILES
     } else {
         DECODE_TILES
-    }
-}
-
-/// Tiles of the Hopper prefill kernel. A consumer has 64 rows; how many keys fit beside two stages depends on the
-/// dimensions.
-pub(crate) fn hopper_tiles(problem: &Problem) -> &'static [Tile] {
-    let (dim, value_dim) = (hopper_dim(problem.head_dim()), hopper_dim(problem.value_dim()));
-    let is_short = problem.lengths().longest_q() < SHORT_ROWS && !problem.options().batch_invariant;
-    let is_causal = problem.band().right.is_some();
-    // The producer's pages and the consumers' options take registers that three consumers do not have.
-    let has_three =
-        problem.cache_layout().is_none() && hopper_options(problem) == Options::default();
-    match (dim, value_dim) {
-        (..=64, ..=64) if !has_three => &[HOPPER_ROWS_128],
-        // Three consumers hide more of the softmax, which bounds narrow heads; but their rows waste more of a short
-        // diagonal.
-        (..=64, ..=64) if is_short && is_causal => &[HOPPER_ROWS_128, HOPPER_ROWS_192],
-        (..=64, ..=64) => &[HOPPER_ROWS_192, HOPPER_ROWS_128],
-        (..=192, ..=128) => &[HOPPER_ROWS_128],
-        (..=192, ..=192) => &[Tile { q: 128, kv: 112 }],
-        _ => &[Tile { q: 128, kv: 64 }],
-    }
-}
-
-/// What an instance does to scores, as `cuda/base/config_sm90a.cuh` counts it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-struct Options {
-    /// Nothing but the band, any option, or a soft-cap alone.
-    general: i64,
-    is_blocked: bool,
-}
-
-fn hopper_options(problem: &Problem) -> Options {
-    let has_others = problem.has_alibi() || problem.has_bias() || problem.has_mask();
-    let is_plain_scale = PLAIN_SCALES.contains(&problem.scale());
-    let general = match problem.softcap() {
-        None if !has_others && is_plain_scale => 0,
-        Some(_) if !has_others && is_plain_scale => 2,
-        _ => 1,
-    };
-    Options { general, is_blocked: problem.block_mask().is_some() }
-}
-
-/// Tiles of keys that a unit may visit under a block mask, in whole multiples of 8.
-pub(crate) fn hopper_visits(problem: &Problem, tile: Tile) -> usize {
-    match problem.block_mask() {
-        None => 0,
-        Some(_) => problem.lengths().longest_kv().div_ceil(tile.kv).max(1).next_multiple_of(8),
-    }
-}
-
-/// Rows of keys that are copied at once: a tile, or the largest power of two that divides both a page and a tile.
-pub(crate) fn hopper_box(problem: &Problem, tile: Tile) -> usize {
-    let Some(layout) = problem.cache_layout() else { return tile.kv };
-    let powers = layout.page_size().trailing_zeros().min(tile.kv.trailing_zeros());
-    1 << powers
-}
-
-const HOPPER_ROWS_128: Tile = Tile { q: 128, kv: 128 };
-const HOPPER_ROWS_192: Tile = Tile { q: 192, kv: 128 };
-
-/// Longest sequences below this are short for a tile of 192 rows: on an H200 tiles of 128 gained 16 % under a causal
-/// bound at 1024 rows, and lost 17 % at 8192.
-const SHORT_ROWS: usize = 2048;
-
-/// Dimensions are padded to whole panels of 64 columns, which the copy engine fills with zeros.
-const fn hopper_dim(dim: usize) -> usize {
-    dim.next_multiple_of(64)
-}
-
-/// Tiles in flight: of keys and of values, and of queries.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct HopperStages {
-    keys: usize,
-    queries: usize,
-}
-
-/// As many as fit, and no more than help.
-const fn hopper_stages(dim: usize, value_dim: usize, tile: Tile) -> HopperStages {
-    match (dim, value_dim) {
-        (..=64, ..=64) if tile.q == 128 => HopperStages { keys: 4, queries: 2 },
-        (..=128, ..=128) => HopperStages { keys: 2, queries: 2 },
-        _ => HopperStages { keys: 2, queries: 1 },
-    }
-}
-
-/// Shared memory of a block of the Hopper prefill kernel (`cuda/attn/ring_sm90a.cuh`): what the launch asks for, and the
-/// units that the producer hands to the consumers.
-pub(crate) fn hopper_smem(problem: &Problem, tile: Tile) -> Bytes {
-    Bytes::of(hopper_bytes(problem, tile) + HOPPER_HANDED_BYTES, 1)
-}
-
-/// Units in shared memory: 104 bytes each.
-const HOPPER_HANDED_BYTES: usize = HOPPER_HANDED * 104;
-
-/// Units that may be handed out and not yet given back.
-const HOPPER_HANDED: usize = 4;
-
-/// Bytes of tiles and barriers, the way to the next multiple of 1024 included.
-fn hopper_bytes(problem: &Problem, tile: Tile) -> usize {
-    let (dim, value_dim) = (hopper_dim(problem.head_dim()), hopper_dim(problem.value_dim()));
-    let HopperStages { keys, queries } = hopper_stages(dim, value_dim, tile);
-    let barriers = 8 * (2 * queries + 4 * keys + 2 * HOPPER_HANDED + 1);
-    let visits = HOPPER_HANDED * hopper_visits(problem, tile) * 2;
-    1024 + (queries * tile.q * dim + keys * tile.kv * (dim + value_dim)) * 2 + barriers + visits
-}
-
-fn hopper(problem: &Problem, tile: Tile) -> Config {
-    let int = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
-    let (dim, value_dim) = (hopper_dim(problem.head_dim()), hopper_dim(problem.value_dim()));
-    let (consumers, stages) = (tile.q / 64, hopper_stages(dim, value_dim, tile));
-    let options = hopper_options(problem);
-    let spec = KernelSpec::new(
-        Entry::PrefillSm90a,
-        [
-            ("dtype", code(problem.q_dtype())),
-            ("head_dim", int(dim)),
-            ("value_dim", int(value_dim)),
-            ("general", options.general),
-            ("blocked", i64::from(options.is_blocked)),
-            ("paged", i64::from(problem.cache_layout().is_some())),
-            ("box_rows", int(hopper_box(problem, tile))),
-            ("consumers", int(consumers)),
-            ("block_n", int(tile.kv)),
-            ("stages", int(stages.keys)),
-            ("query_stages", int(stages.queries)),
-        ],
-    );
-    let narrow = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
-    Config {
-        spec,
-        threads: narrow(128 * (consumers + 1)),
-        dynamic_smem: narrow(hopper_bytes(problem, tile)),
-        pack: 1,
-        tile,
     }
 }
 
@@ -419,9 +286,9 @@ pub(crate) fn forward(plan: &Plan) -> Result<Config, Error> {
         }
         // Its units have all keys of their rows.
         "cuda_prefill_sm90a"
-            if hopper_tiles(problem).contains(&plan.tile) && plan.split == Split::Whole =>
+            if hopper::tiles(problem).contains(&plan.tile) && plan.split == Split::Whole =>
         {
-            Ok(hopper(problem, plan.tile))
+            Ok(hopper::config(problem, plan.tile))
         }
         "cuda_decode" if decode_tiles(problem).contains(&plan.tile) => {
             Ok(tiled(Entry::Decode, problem, plan.tile, problem.group().max(1)))
@@ -472,7 +339,7 @@ pub(crate) fn copy_blocks_spec() -> KernelSpec {
 /// A forward instance as the shipped list names it.
 pub(crate) fn instance(entry: Entry, problem: &Problem, tile: Tile) -> Instance {
     let config = match entry {
-        Entry::PrefillSm90a => hopper(problem, tile),
+        Entry::PrefillSm90a => hopper::config(problem, tile),
         _ => tiled(entry, problem, tile, 1),
     };
     let Config { spec, threads, dynamic_smem, .. } = config;
@@ -488,36 +355,6 @@ mod tests {
     fn problem(dim: usize) -> Problem {
         let spec = ProblemSpec::new(DType::BF16, 8, 2, dim, &[300], &[300]);
         Problem::new(spec).expect("valid")
-    }
-
-    #[test]
-    fn hopper_tiles_fit_a_block_of_a_hopper() {
-        for dim in (8..=256).step_by(8) {
-            for tile in hopper_tiles(&problem(dim)) {
-                let bytes = hopper_smem(&problem(dim), *tile);
-                assert!(bytes <= Bytes(227 << 10), "{dim}: {tile:?} takes {bytes:?}");
-            }
-        }
-    }
-
-    #[test]
-    fn hopper_plan_in_parts_is_refused() {
-        let problem = problem(128);
-        let plan = |split| Plan {
-            problem: problem.clone(),
-            kernel: "cuda_prefill_sm90a",
-            engine: attn_core::Engine::Cuda,
-            family: attn_core::Family::Prefill,
-            tile: HOPPER_ROWS_128,
-            split,
-            workspace: Bytes::ZERO,
-            shared_memory: Bytes::ZERO,
-            reason: "a test",
-            rejects: Vec::new(),
-        };
-        assert!(forward(&plan(Split::Whole)).is_ok());
-        let refused = forward(&plan(Split::Parts(3))).expect_err("its units have all keys");
-        assert!(matches!(refused, Error::Plan { .. }), "{refused}");
     }
 
     #[test]

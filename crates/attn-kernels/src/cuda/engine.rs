@@ -237,7 +237,7 @@ impl CudaEngine {
             params.counter = counters.as_ref().map_or(0, |counters| counters.address());
             params.work = params::as_i32("units of work", lengths.blocks as usize)?;
             params.section = order.section;
-            let visits = config::hopper_visits(problem, config.tile);
+            let visits = config::hopper::visits(problem, config.tile);
             params.most_visits = params::as_i32("visits", visits)?;
             if !order.entries.is_empty() {
                 params.order = memory.address() + prefixes.len() as u64;

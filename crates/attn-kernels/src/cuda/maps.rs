@@ -8,15 +8,18 @@
 use attn_core::{CacheLayout, PageOrder, Problem, Strided, Tile};
 
 use super::call::{Inputs, KvTensors};
-use super::config;
+use super::config::hopper;
 use super::map_cache::{Boxed, MapCache};
 use super::params::as_i32;
 use super::tensor::DeviceTensor;
 use super::tensor_map::{Swizzle, TensorMap};
 use crate::error::Error;
 
-/// Elements of a box along a row: 128 bytes, the span of the swizzle.
-const COLUMNS: u32 = 64;
+/// A box along a row: the span of the swizzle.
+const ROW_BYTES: usize = 128;
+
+/// A stride of whole 16 bytes, of any type, for an axis along which there is no step.
+const ANY_STRIDE: i64 = 128;
 
 /// The maps that launches used, of each operand for itself: layers share queries and have keys of their own, or the reverse.
 #[derive(Debug, Default)]
@@ -40,12 +43,11 @@ pub(crate) fn forward<'a>(
     };
     // No map of nothing can be made, and a unit without keys has one tile of them copied all the same, whose scores are
     // hidden and whose values are cleared: queries do.
+    let boxes = hopper::box_rows(problem, tile);
     if k.layout().is_empty() || v.layout().is_empty() {
-        let boxes = config::hopper_box(problem, tile);
         let stand_in = rows(&mut caches.k, "q", &inputs.q, boxes)?;
         return Ok([q, stand_in, stand_in]);
     }
-    let boxes = config::hopper_box(problem, tile);
     let map = |cache, field, tensor| match axis {
         None => rows(cache, field, tensor, boxes),
         Some(order) => pages(cache, field, tensor, order, boxes),
@@ -107,7 +109,8 @@ fn encode<'a>(
     // Coordinates are 32-bit.
     as_i32(field, shape[0])?;
     as_i32(field, shape[1])?;
-    let extents = [1, as_i32(field, *rows)?.unsigned_abs(), 1, COLUMNS];
+    let columns = ROW_BYTES / tensor.dtype().size();
+    let extents = [1, *rows, 1, columns].map(|extent| u32::try_from(extent).unwrap_or(u32::MAX));
     let layout = Strided::new(field, shape, strides, tensor.layout().offset())?;
     TensorMap::tiled(field, tensor.memory(), tensor.dtype(), &layout, &extents, Swizzle::Bytes128)
 }
@@ -130,7 +133,7 @@ fn padded_axes(layout: &Strided) -> ([usize; 4], [i64; 4]) {
     }
     // A stride along an axis of one extent may be any number, also one that no map can have.
     for (step, _) in strides[..3].iter_mut().zip(shape).filter(|(_, extent)| *extent == 1) {
-        *step = i64::from(COLUMNS);
+        *step = ANY_STRIDE;
     }
     (shape, strides)
 }
@@ -142,12 +145,12 @@ mod tests {
     #[test]
     fn packed_tensor_is_one_sequence() {
         let packed = Strided::contiguous("k", &[100, 8, 128]).expect("small");
-        assert_eq!(padded_axes(&packed), ([1, 100, 8, 128], [64, 1024, 128, 1]));
+        assert_eq!(padded_axes(&packed), ([1, 100, 8, 128], [128, 1024, 128, 1]));
     }
 
     #[test]
     fn stride_that_is_never_taken_does_not_matter() {
         let single = Strided::new("k", &[2, 100, 1, 128], &[12_800, 128, 3, 1], 0).expect("ranks");
-        assert_eq!(padded_axes(&single), ([2, 100, 1, 128], [12_800, 128, 64, 1]));
+        assert_eq!(padded_axes(&single), ([2, 100, 1, 128], [12_800, 128, 128, 1]));
     }
 }

@@ -45,13 +45,15 @@ fn engine(test: &str) -> Option<CudaEngine> {
     }
 }
 
-/// A plan for a kernel by name, with its first tile that a block has the memory for.
+/// A plan for a kernel by name, with its first tile that a block has the memory for, if any: a type that the kernel does not
+/// take may fit none, and the engine refuses the plan.
 fn plan(engine: &CudaEngine, kernel: &str, problem: &Problem, split: Split) -> Plan {
     let desc = catalog().iter().find(|desc| desc.name == kernel).expect("in the catalogue");
     let caps = engine.caps();
     let smem = caps.cuda.expect("a device").smem_per_block;
     let fits = |tile: &&Tile| (desc.shared_memory)(problem, **tile) <= smem;
-    let tile = *(desc.tiles)(problem).iter().find(fits).expect("a tile");
+    let tiles = (desc.tiles)(problem);
+    let tile = *tiles.iter().find(fits).unwrap_or(&tiles[0]);
     Plan {
         problem: problem.clone(),
         kernel: desc.name,

@@ -1,0 +1,231 @@
+// What a lane of a Hopper consumer makes of the scores of a tile: options and masks, maxima,
+// exponentials, weights.
+//
+// Source: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867,
+// algorithm 3.
+// Registers: scores [BLOCK_N / 2] in f32, weights in pairs or, of fp8, in fours. Lane l of warp w
+// has rows 16 w + l / 4 and 8 more; of every eight columns, 2 (l % 4) and the next.
+// Who executes: all lanes of a warp, converged.
+// The invariant: what is hidden is -inf and decides nothing; the sum is of weights as they are, not
+// as they are rounded.
+
+#pragma once
+
+#include "attn/exponent.cuh"
+#include "attn/options_sm90a.cuh"
+#include "attn/unit.cuh"
+#include "attn/write_sm90a.cuh"
+#include "ptx/half.cuh"
+#include "ptx/math.cuh"
+#include "ptx/opaque.cuh"
+
+namespace attn {
+
+// Factor of the products of a unit's queries and keys.
+__device__ inline float score_scale(const ForwardParams& p, const Unit& unit) {
+  if constexpr (!config::IS_FP8) return p.scale;
+  const i32 sequence = unit.sequence.index;
+  return p.scale * (per_head(p.q_scale, sequence, unit.kv_head, 1.0f) *
+                    per_head(p.k_scale, sequence, unit.kv_head, 1.0f));
+}
+
+__device__ inline Exponent exponent_of(float scale) {
+  return {config::IS_GENERAL || config::IS_CAPPED ? Units{1.0f, LOG2E}
+                                                  : Units{scale, scale * LOG2E}};
+}
+
+struct Softmax {
+  static constexpr int SCORES = config::BLOCK_N / 2;
+  // Partial maxima of a row; three consumers of fp8 have no registers for more.
+  static constexpr int TOPS = config::IS_FP8 && config::CONSUMERS == 3 ? 2 : 4;
+
+  const ForwardParams& p;
+  // Of the present unit; 16 bits have the same for all.
+  Exponent exponent;
+  const float slack;  // how far a maximum may stay behind
+
+  float scores[SCORES];
+  u32 weights[SCORES * config::ELEMENT_BYTES / 4];
+  float max[2];
+  float sum[2];
+  float rounding[2];  // fp8: what rounding added to the largest weight of each tile
+
+  __device__ explicit Softmax(const ForwardParams& params)
+      : p(params),
+        exponent(exponent_of(params.scale)),
+        slack(config::LATE_EXPONENT / exponent.units.base2) {}
+
+  // Takes over the scales of a unit.
+  __device__ void scale_of(const Unit& unit) {
+    if constexpr (config::IS_FP8) exponent = exponent_of(score_scale(p, unit));
+  }
+
+  // The position of the lane's first row; the other one is 8 below. No heads share a tile.
+  __device__ i32 position(const Unit& unit) const {
+    const i32 thread = i32(ptx::opaque(threadIdx.x)) - config::WARPGROUP;
+    return unit.first + thread / WARP * WARP_ROWS + thread % WARP / 4;
+  }
+
+  // Keys that all rows of a unit see, by band and length.
+  __device__ static Keys seen_by_all(const Unit& unit) {
+    return {unit.full.lo, min_of(unit.full.hi, unit.keys.hi)};
+  }
+
+  // Does to the scores of the tile of keys that starts at `first` what options, masks, band and
+  // length want. `is_cut`: the block mask hides some of it.
+  __device__ void settle(const Unit& unit, Keys all, i32 first, bool is_cut) {
+    const bool is_clear = first >= all.lo && first + config::BLOCK_N <= all.hi;
+    // What is hidden must not decide how the rest is computed.
+    const bool is_own = is_clear && !is_cut && unit.bottom - unit.top == config::BLOCK_M - 1;
+    if constexpr (config::IS_CAPPED) cap_scores(score_scale(p, unit), p.softcap, is_own, scores);
+    if constexpr (config::IS_GENERAL) {
+      scale_scores(score_scale(p, unit), p.softcap, is_own, scores);
+      if (p.alibi.data != nullptr || p.bias.data != nullptr || p.mask.data != nullptr) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          apply_options(p, unit, position(unit) + half * 8, first, i32(threadIdx.x) % 4 * 2, half,
+                        scores);
+        }
+      }
+    }
+    if constexpr (config::IS_BLOCKED) {
+      if (is_cut) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          hide_blocks(p, unit, position(unit) + half * 8, first, i32(threadIdx.x) % 4 * 2, half,
+                      scores);
+        }
+      }
+    }
+    if (is_clear) return;
+    const i32 start = first + i32(threadIdx.x) % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Keys seen = unit.keys_at(position(unit) + half * 8);
+      const i32 lo = own_keys(seen.lo - start);
+      const i32 hi = own_keys(seen.hi - start);
+#pragma unroll
+      for (int word = 0; word < SCORES / 2; word += 32) {
+        const u32 bits = low_bits(hi - word) & ~low_bits(lo - word);
+#pragma unroll
+        for (int i = 0; i < 32 && word + i < SCORES / 2; ++i) {
+          float& score = scores[(word + i) / 2 * 4 + half * 2 + i % 2];
+          score = bits & 1u << i ? score : NEG_INF;
+        }
+      }
+    }
+  }
+
+  // How many of a lane's keys in a row are among the first `keys` ones from its first key on: it
+  // has two of every eight.
+  __device__ static i32 own_keys(i32 keys) { return (keys >> 3) * 2 + min_of(keys & 7, 2); }
+
+  __device__ static u32 low_bits(i32 count) {
+    return count >= 32 ? ~0u : (1u << max_of(count, 0)) - 1;
+  }
+
+  // Starts the rows anew.
+  __device__ void reset_rows() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      max[half] = NEG_INF;
+      sum[half] = 0.0f;
+      rounding[half] = 0.0f;
+    }
+  }
+
+  // Whether a maximum has stayed too far behind. Scales that differ by unit would want another
+  // register for the slack.
+  __device__ bool exceeds(float top, float before) const {
+    if constexpr (config::IS_FP8) {
+      return (top - before) * exponent.units.base2 > config::LATE_EXPONENT;
+    }
+    return top > before + slack;
+  }
+
+  // The new maximum of one of the lane's two rows: its shift, and whether it has grown;
+  // `correction` is what the row's output so far must be multiplied by.
+  __device__ bool raise(int half, float& shift, float& correction) {
+    // TOPS at a time: one after the other would wait for each.
+    float tops[TOPS];
+#pragma unroll
+    for (int j = 0; j < SCORES / 2; ++j) {
+      const float score = scores[j / 2 * 4 + half * 2 + j % 2];
+      tops[j % TOPS] = j < TOPS ? score : fmaxf(tops[j % TOPS], score);
+    }
+    float top = tops[0];
+#pragma unroll
+    for (int j = 1; j < TOPS; ++j) top = fmaxf(top, tops[j]);
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    const float before = max[half];
+    const bool grows = exceeds(top, before) || before == NEG_INF;
+    if (grows) max[half] = top;
+    shift = exponent.shift(max[half]);
+    correction = ptx::ex2_approx_ftz_f32(exponent.of_max(before, shift));
+    if constexpr (config::IS_FP8) {
+      if (__any_sync(~0u, max[half] != NEG_INF && exponent.is_far(shift))) {
+        top = come_near(half, top, before, shift, correction);
+      }
+    }
+    sum[half] *= correction;
+    if constexpr (config::IS_FP8) {
+      rounding[half] = __fmaf_rn(rounding[half], correction, rounding_of(exponent.of(top, shift)));
+    }
+    return max[half] != before;
+  }
+
+  // Makes the scores of a row relative to its maximum, where the exponents' shift would be too
+  // coarse; the answer is the largest one.
+  __device__ float come_near(int half, float top, float before, float& shift, float& correction) {
+    const float near = max[half] == NEG_INF ? 0.0f : max[half];
+#pragma unroll
+    for (int j = 0; j < SCORES / 2; ++j) scores[j / 2 * 4 + half * 2 + j % 2] -= near;
+    shift = -config::WEIGHT_EXPONENT;
+    correction =
+        before == NEG_INF ? 0.0f : ptx::ex2_approx_ftz_f32((before - near) * exponent.units.base2);
+    return top - near;
+  }
+
+  // A lane's share of what rounding adds to a row's largest weight of a tile. A maximum that has
+  // stayed behind leaves a weight that fp8 rounds, by up to a sixteenth, and the output of a row
+  // that has little else must be divided by it as it was rounded.
+  __device__ static float rounding_of(float exponent) {
+    const float weight = ptx::ex2_approx_ftz_f32(exponent);
+    const u16 rounded = ptx::cvt_rn_satfinite_e4m3x2_f32<__CUDA_ARCH__>(weight, weight);
+    const u32 pair = ptx::cvt_rn_f16x2_e4m3x2<__CUDA_ARCH__>(rounded);
+    return (ptx::cvt_f32_f16(u16(pair)) - weight) * 0.25f;
+  }
+
+  __device__ void weigh_row(int half, float shift) {
+#pragma unroll
+    for (int j = 0; j < SCORES / 2; ++j) {
+      float& score = scores[j / 2 * 4 + half * 2 + j % 2];
+      score = ptx::ex2_approx_ftz_f32(exponent.of(score, shift));
+      sum[half] += score;
+    }
+  }
+
+  __device__ void round_weights() {
+    if constexpr (config::IS_FP8) {
+      // Of sixteen keys: a lane's first two and the two 8 keys on, for either row
+      // (attn/transpose_sm90a.cuh).
+#pragma unroll
+      for (int j = 0; j < SCORES / 8; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float* own = scores + j * 8 + half * 2;
+          weights[j * 2 + half] =
+              u32(ptx::cvt_rn_satfinite_e4m3x2_f32<__CUDA_ARCH__>(own[0], own[1])) |
+              u32(ptx::cvt_rn_satfinite_e4m3x2_f32<__CUDA_ARCH__>(own[4], own[5])) << 16;
+        }
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < SCORES / 2; ++j)
+        weights[j] = round_pair(scores[j * 2], scores[j * 2 + 1]);
+    }
+  }
+};
+
+}  // namespace attn

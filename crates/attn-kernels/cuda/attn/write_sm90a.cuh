@@ -1,0 +1,111 @@
+// What a Hopper consumer's rows end with: their LSE, and their output by way of shared memory.
+//
+// A lane holds two columns of every eight of two rows, of which memory would take 4 bytes at a
+// time. A warp lays a panel of its 16 rows down, eight lanes take a row of it up, and write whole
+// lines.
+// Shared memory: 16 rows of 128 bytes a warp, pieces of 16 bytes exchanged by the row's index
+// modulo 8, so that neither way meets a bank twice. Who executes: all lanes of a warp, converged.
+
+#pragma once
+
+#include "attn/exponent.cuh"
+#include "attn/unit.cuh"
+#include "base/config_sm90a.cuh"
+#include "ptx/half.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/opaque.cuh"
+#include "ptx/shared.cuh"
+
+namespace attn {
+
+// Rows of a warp, and what it lays down of them at a time.
+constexpr i32 WARP_ROWS = 16;
+constexpr u32 PANEL_BYTES = WARP_ROWS * tile::PANEL_ROW_BYTES;
+
+// What a lane's two rows ended with.
+struct Ends {
+  float max[2];
+  float sum[2];
+  float rounding[2];
+};
+
+// The sum over the four lanes of a row.
+__device__ inline float over_row(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+__device__ inline u32 round_pair(float lo, float hi) {
+  return config::OUT_DTYPE == DType::bf16 ? ptx::cvt_rn_bf16x2_f32(lo, hi)
+                                          : ptx::cvt_rn_f16x2_f32(lo, hi);
+}
+
+// Ends the lane's two rows, of which the first is at `position`; the answers are what their sums
+// are multiplied by.
+__device__ inline void finish_rows(const ForwardParams& p, const Unit& unit, i32 position,
+                                   const Exponent& exponent, const Ends& ends, float (&factor)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const i32 own = position + half * 8;
+    const float total = over_row(ends.sum[half]);
+    const bool is_row = own < unit.sequence.q_len;
+    const float sink = is_row ? sink_of(p, unit, unit.head) : NEG_INF;
+    const RowResult result = finish_row(ends.max[half], total, exponent, sink);
+    if (p.lse.data != nullptr && own < unit.rows && threadIdx.x % 4 == 0) {
+      static_cast<float*>(p.lse.data)[query_offset(p.lse, unit.sequence, own, unit.head)] =
+          is_row ? result.lse : NEG_INF;
+    }
+    factor[half] = result.factor;
+    if constexpr (config::IS_FP8) {
+      const float rounded = total + over_row(ends.rounding[half]);
+      if (total > 0.0f) factor[half] *= total * ptx::rcp_approx_ftz_f32(rounded);
+    }
+  }
+}
+
+// Divides a warp's rows, of which the first is at `first`, and writes them, padding included.
+// `panel`: the warp's own.
+template <int OUTPUTS>
+__device__ void write_rows(const ForwardParams& p, const Unit& unit, i32 first,
+                           const Exponent& exponent, float v_scale, const Ends& ends, u32 panel,
+                           const float (&output)[OUTPUTS]) {
+  const i32 lane = i32(ptx::opaque(threadIdx.x % WARP));
+  const i32 position = first + lane / 4;
+  float factor[2];
+  finish_rows(p, unit, position, exponent, ends, factor);
+  const bool is_row[2] = {position < unit.sequence.q_len, position + 8 < unit.sequence.q_len};
+  // Matrix m of four is of rows 8 (m % 2) .. and of piece m / 2.
+  const u32 down = panel + u32(lane % WARP_ROWS) * tile::PANEL_ROW_BYTES;
+  const u32 up = panel + u32(lane / 8) * tile::PANEL_ROW_BYTES;
+  u16* to = static_cast<u16*>(p.o.data) +
+            query_offset(p.o, unit.sequence, first + lane / 8, unit.head) + lane % 8 * 8;
+#pragma unroll
+  for (int part = 0; part < OUTPUTS / 32; ++part) {
+    __syncwarp();
+#pragma unroll
+    for (int piece = 0; piece < 8; piece += 2) {
+      u32 pairs[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const int at = part * 32 + (piece + m / 2) * 4 + m % 2 * 2;
+        pairs[m] = is_row[m % 2] ? round_pair(output[at] * (factor[m % 2] * v_scale),
+                                              output[at + 1] * (factor[m % 2] * v_scale))
+                                 : 0;
+      }
+      ptx::stmatrix_x4(down + ((u32(piece + lane / 16) ^ u32(lane % 8)) << 4), pairs);
+    }
+    __syncwarp();
+    const bool has_column = part * 64 + lane % 8 * 8 < p.value_dim;
+#pragma unroll
+    for (int i = 0; i < WARP_ROWS / 4; ++i) {
+      const u32 swizzled = u32(lane % 8) ^ u32((lane / 8 + i * 4) % 8);
+      const Vec16 line =
+          ptx::ld_shared_v4_b32(up + u32(i * 4) * tile::PANEL_ROW_BYTES + (swizzled << 4));
+      if (has_column && first + lane / 8 + i * 4 < unit.rows) {
+        *reinterpret_cast<Vec16*>(to + i64(i * 4) * p.o.row + part * 64) = line;
+      }
+    }
+  }
+}
+
+}  // namespace attn

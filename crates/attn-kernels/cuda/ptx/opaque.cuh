@@ -1,0 +1,18 @@
+// What no instruction does, but the compiler cannot know.
+//
+// Who executes: any thread, alone.
+
+#pragma once
+
+#include "base/types.cuh"
+
+namespace attn::ptx {
+
+// The same value, of unknown origin: what follows from it is computed where it is wanted, and not
+// once for all, in registers that are needed for something else.
+__device__ inline u32 opaque(u32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+}  // namespace attn::ptx
