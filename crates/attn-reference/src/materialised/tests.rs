@@ -189,3 +189,20 @@ fn rows_without_keys_have_no_error() {
     let gradients = data.expected_gradients().unwrap().baseline;
     assert_eq!((gradients.dq, gradients.dk, gradients.dv), (0.0, 0.0, 0.0));
 }
+
+#[test]
+fn fp8_unit_keeps_14_bits_of_terms_and_of_sums() {
+    let unit = Unit::of(DType::F8E4M3);
+    let add = |sum: f32, terms: &[f64]| unit.add(sum, terms.iter().copied());
+    // 2^13 + 1 has 14 bits, 2^14 + 1 has 15.
+    assert_eq!((add(8192.0, &[1.0]), add(16384.0, &[1.0])), (8193.0, 16384.0));
+    // Each term has its bits, and their sum has one too many.
+    assert_eq!(add(0.0, &[8193.0, 8192.0]), 16384.0);
+    // Towards zero on either side.
+    assert_eq!(add(-16384.0, &[-1.5, 0.5]), -16384.0);
+    assert_eq!(add(0.0, &[448.0, -448.0]), 0.0);
+    assert!(add(f32::NAN, &[1.0]).is_nan());
+    // Types of 16 bits keep all that an f32 does.
+    let exact = Unit::of(DType::BF16).add(16384.0, [1.0].into_iter());
+    assert_eq!(exact, 16385.0);
+}
