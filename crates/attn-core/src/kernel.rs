@@ -341,6 +341,13 @@ impl KernelDesc {
             Family::Backward => Pass::Backward,
         }
     }
+
+    /// Whether a device of this CUDA compute capability runs it; `None` is no device.
+    #[must_use]
+    pub fn runs_on(&self, compute: Option<(u32, u32)>) -> bool {
+        self.min_compute.is_none_or(|least| compute.is_some_and(|has| has >= least))
+            && self.max_compute.is_none_or(|most| compute.is_some_and(|has| has <= most))
+    }
 }
 
 #[cfg(test)]

@@ -129,11 +129,7 @@ impl Selection {
     /// The kernels of a family that the device has.
     pub(super) fn kernels(&self, family: Family) -> impl Iterator<Item = &'static KernelDesc> {
         let compute = self.caps.cuda.as_ref().map(|device| device.compute);
-        let has = move |kernel: &&KernelDesc| {
-            kernel.family == family
-                && kernel.min_compute.is_none_or(|least| compute.is_some_and(|has| has >= least))
-                && kernel.max_compute.is_none_or(|most| compute.is_some_and(|has| has <= most))
-        };
+        let has = move |kernel: &&KernelDesc| kernel.family == family && kernel.runs_on(compute);
         self.catalogue.iter().filter(has)
     }
 

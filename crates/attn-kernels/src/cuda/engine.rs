@@ -446,10 +446,7 @@ fn check_plan(plan: &Plan, caps: &DeviceCaps) -> Result<(), Error> {
     let problem = &plan.problem;
     let compute = caps.cuda.as_ref().map(|device| device.compute);
     let fits = kernel.is_some_and(|kernel| {
-        kernel.pass() == Pass::Forward
-            && takes(kernel, problem)
-            && kernel.min_compute.is_none_or(|least| compute.is_some_and(|has| has >= least))
-            && kernel.max_compute.is_none_or(|most| compute.is_some_and(|has| has <= most))
+        kernel.pass() == Pass::Forward && takes(kernel, problem) && kernel.runs_on(compute)
     });
     if fits && plan.engine == Engine::Cuda && problem.pass() == Pass::Forward {
         return Ok(());
