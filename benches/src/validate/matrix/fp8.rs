@@ -3,7 +3,7 @@
 //! The invariant: every kind of scale meets every other, and whatever may interact with a coarse weight or with a
 //! scale (options, lengths around tile edges, dims, empty sequences, extreme scores) meets both.
 
-use super::{Case, F8E4M3, Hiding, Hnd, KINDS, Nhd, Pattern, Placement, Scales, rotate};
+use super::{Case, F8E4M3, Hiding, Hnd, KINDS, Nhd, PLACES, Pattern, Placement, Scales, rotate};
 
 const SCALES: [(Scales, &str); 4] = [
     (Scales::PerHead, "per_head"),
@@ -225,14 +225,7 @@ fn batches() -> Vec<Case> {
 /// Every placement of every tensor.
 fn layouts() -> Vec<Case> {
     let mut cases = Vec::new();
-    for (place, name) in [
-        (Placement::AlignedGaps, "aligned_gaps"),
-        (Placement::Gaps, "gaps"),
-        (Placement::HeadsFirst, "heads_first"),
-        (Placement::Reversed, "reversed"),
-        (Placement::SharedHeads, "shared_heads"),
-        (Placement::InterleavedKv, "interleaved"),
-    ] {
+    for (place, name) in PLACES {
         for all in [false, true] {
             let at = cases.len();
             let name = format!("{name}_{}", if all { "all" } else { "kv" });

@@ -375,19 +375,21 @@ fn blocks() -> Vec<Case> {
     cases
 }
 
+/// Placements other than the plain one.
+const PLACES: [(Placement, &str); 6] = [
+    (Placement::AlignedGaps, "aligned_gaps"),
+    (Placement::Gaps, "gaps"),
+    (Placement::HeadsFirst, "heads_first"),
+    (Placement::Reversed, "reversed"),
+    (Placement::SharedHeads, "shared_heads"),
+    (Placement::InterleavedKv, "interleaved"),
+];
+
 /// Every placement of every tensor, rows on 16 bytes and not.
 fn layouts() -> Vec<Case> {
     let mut cases = Vec::new();
-    let places = [
-        (Placement::Contiguous, "contiguous"),
-        (Placement::AlignedGaps, "aligned_gaps"),
-        (Placement::Gaps, "gaps"),
-        (Placement::HeadsFirst, "heads_first"),
-        (Placement::Reversed, "reversed"),
-        (Placement::SharedHeads, "shared_heads"),
-        (Placement::InterleavedKv, "interleaved"),
-    ];
-    for (place, place_name) in places {
+    let places = || [(Placement::Contiguous, "contiguous")].into_iter().chain(PLACES);
+    for (place, place_name) in places() {
         for (what, at) in [("q", 1), ("kv", 2), ("outputs", 4), ("all", 7)] {
             for (q, k) in [([37, 70], [70, 133]), ([1, 6], [133, 70])] {
                 let n = cases.len();
@@ -408,7 +410,7 @@ fn layouts() -> Vec<Case> {
         }
     }
     for cache in [F8E4M3, F8E5M2] {
-        for (place, name) in places {
+        for (place, name) in places() {
             let name = format!("{cache}_{name}");
             let case = Case::new(name, BF16, (4, 2), 64, &[3, 40], &[133, 70]);
             cases.push(case.fp8(cache, Scales::PerHead).kv_at(place));

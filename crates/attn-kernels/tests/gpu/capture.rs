@@ -12,7 +12,7 @@ use attn_kernels::cuda::{
 
 use half::bf16;
 
-use crate::{engine, plan};
+use crate::{engine, is_hopper, plan};
 
 const HEADS: usize = 4;
 const DIM: usize = 64;
@@ -215,8 +215,7 @@ fn equal_sequences_take_no_memory_but_two_counters() {
         return;
     };
     let stream = engine.new_stream().expect("a stream");
-    let is_hopper = engine.caps().cuda.is_some_and(|device| device.compute == (9, 0));
-    let hopper = is_hopper.then_some(("cuda_prefill_sm90a", 8));
+    let hopper = is_hopper(&engine).then_some(("cuda_prefill_sm90a", 8));
     for (kernel, bytes) in [("cuda_prefill", 0), ("cuda_decode", 0)].into_iter().chain(hopper) {
         let held = |q_lens: &[usize], kv_lens: &[usize]| {
             let spec = ProblemSpec::new(DType::BF16, 32, HEADS, DIM, q_lens, kv_lens);
@@ -288,8 +287,7 @@ fn run_of_a_prepared_plan_costs_the_host_microseconds() {
         return;
     };
     let stream = engine.new_stream().expect("a stream");
-    let is_hopper = engine.caps().cuda.is_some_and(|device| device.compute == (9, 0));
-    let hopper = is_hopper.then_some(("cuda_prefill_sm90a", DType::BF16));
+    let hopper = is_hopper(&engine).then_some(("cuda_prefill_sm90a", DType::BF16));
     // A busy machine takes twice what a quiet one does; an unoptimised build only guards the order of magnitude.
     let most = if cfg!(debug_assertions) { 50.0 } else { 10.0 };
     for kind in [("cuda_naive", DType::F32)].into_iter().chain(hopper) {

@@ -9,7 +9,7 @@ use attn_reference::{corpus, judge_forward};
 use half::bf16;
 
 use crate::upload::{Uploaded, UploadedOutputs};
-use crate::{engine, plan};
+use crate::{engine, is_hopper, plan};
 
 /// Runs one call; `false` when the kernel does not take it.
 fn run(
@@ -85,7 +85,7 @@ fn hopper_prefill_matches_the_reference() {
     let Some(engine) = engine("hopper_prefill_matches_the_reference") else {
         return;
     };
-    if engine.caps().cuda.is_none_or(|device| device.compute != (9, 0)) {
+    if !is_hopper(&engine) {
         let name = "hopper_prefill_matches_the_reference";
         let _ = writeln!(std::io::stderr(), "{name}: skipped: the device is no Hopper");
         return;

@@ -45,6 +45,11 @@ fn engine(test: &str) -> Option<CudaEngine> {
     }
 }
 
+/// Whether the device runs Hopper's own instructions.
+fn is_hopper(engine: &CudaEngine) -> bool {
+    engine.caps().cuda.is_some_and(|device| device.compute == (9, 0))
+}
+
 /// A plan for a kernel by name, with its first tile that a block has the memory for, if any: a type that the kernel does not
 /// take may fit none, and the engine refuses the plan.
 fn plan(engine: &CudaEngine, kernel: &str, problem: &Problem, split: Split) -> Plan {

@@ -10,7 +10,7 @@ use attn_kernels::cuda::{
 };
 use half::bf16;
 
-use crate::{engine, plan};
+use crate::{engine, is_hopper, plan};
 
 const HEADS: usize = 8;
 const KV_HEADS: usize = 2;
@@ -94,7 +94,7 @@ fn pressure(stream: &CudaStream) -> Vec<DeviceBuffer> {
 
 fn hopper(name: &str) -> Option<CudaEngine> {
     let engine = engine(name)?;
-    if engine.caps().cuda.is_some_and(|device| device.compute == (9, 0)) {
+    if is_hopper(&engine) {
         return Some(engine);
     }
     let _ = writeln!(std::io::stderr(), "{name}: skipped: the device is no Hopper");
