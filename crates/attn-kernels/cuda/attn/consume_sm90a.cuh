@@ -114,7 +114,8 @@ struct Consumer : Softmax {
     for (i32 piece = lo * PIECES + i32(threadIdx.x) % config::WARPGROUP; piece < hi * PIECES;
          piece += config::WARPGROUP) {
 #pragma unroll
-      for (int panel = 0; panel < config::VALUE_DIM / 64; ++panel) {
+      for (int panel = 0; panel < tile::panels_of(config::VALUE_DIM, config::ELEMENT_BYTES);
+           ++panel) {
         ptx::st_shared_v4_b32(
             tile + panel * config::BLOCK_N * tile::PANEL_ROW_BYTES + u32(piece) * 16, Vec16{});
       }

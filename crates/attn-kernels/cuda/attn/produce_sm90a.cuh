@@ -1,5 +1,5 @@
 // The producer of a Hopper block: one warp that takes units of work, and one that has their tiles
-// copied.
+// copied. The other two have work of fp8 alone (attn/transpose_sm90a.cuh).
 //
 // Units are taken from a counter in global memory, so that blocks that end early take what is left;
 // the next unit is taken when few tiles of the present one are left to copy, so that its first ones
@@ -8,7 +8,7 @@
 // the first products can start on it.
 // Pages: a tile is boxes of rows, each within a page, and lane n of the warp asks for box n.
 // The invariant: tiles of keys start at the unit's first key, or at the box that holds it; rows
-// past the tensor are 0, and rows that no query row sees are the consumers' to clear.
+// past the tensor are 0, and rows that no query row sees are for those who read values to clear.
 
 #pragma once
 

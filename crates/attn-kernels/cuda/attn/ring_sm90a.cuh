@@ -6,11 +6,11 @@
 // fp8: STAGES value tiles as they are stored [BLOCK_N, VALUE_DIM]; panels of output, 128 bytes of
 // each query row; barriers of 8 bytes: queries full, empty [QUERY_STAGES]; keys full, empty
 // [STAGES]; values full, empty [STAGES]; stored values full, empty [STAGES]; units full, empty
-// [HANDED_SLOTS], wanted; under a block mask visits of 2 bytes [HANDED_SLOTS, most_visits]. The
-// full barrier of a copied tile has one arrival, the producer's, and counts bytes; its empty one
-// has one of each consumer, whose products read it. Of what is transposed, the threads that do it
-// arrive on either side. The barriers of a unit have one of each thread that writes or reads it.
-// Both walk the rings with a count of tiles, from which stage and parity follow.
+// [HANDED_SLOTS], wanted; under a block mask visits of 2 bytes [HANDED_SLOTS, most_visits].
+// The full barrier of a copied tile has one arrival, the producer's, and counts bytes; its empty
+// one has one of each consumer, whose products read it. Of what is transposed, the threads that do
+// it arrive on either side. The barriers of a unit have one of each thread that writes or reads it.
+// All walk the rings with a count of tiles, from which stage and parity follow.
 
 #pragma once
 

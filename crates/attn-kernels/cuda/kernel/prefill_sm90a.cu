@@ -1,5 +1,6 @@
 // Forward attention on Hopper: warpgroup products, tiles copied by the tensor memory accelerator,
-// one warpgroup that produces and two or three that consume.
+// one warpgroup that produces and two or three that consume. Of e4m3, two warps of the producer
+// transpose values, and the output is bf16.
 //
 // Source: J. Shah et al., "FlashAttention-3", arXiv:2407.08608, algorithms 1 and 2.
 // Tensors: base/params.cuh; q, k and v through tensor maps of four axes (element, head, row,
