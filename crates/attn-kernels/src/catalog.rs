@@ -7,7 +7,7 @@
 //! | kernel | engine | family | q | k, v | head and value dims | rows a sequence | not |
 //! |---|---|---|---|---|---|---|---|
 //! | `cuda_decode` | cuda | decode | f16 bf16 | as q, or fp8 | multiples of 8 to 256 | at most 16 | |
-//! | `cuda_prefill_sm90a` | cuda | prefill | f16 bf16 | as q | multiples of 8 to 256 | any | fp8, pages of no multiple of 8 rows |
+//! | `cuda_prefill_sm90a` | cuda | prefill | f16 bf16 e4m3 | as q | multiples of 8 to 256, e4m3 of 16 | any | an fp8 cache of wider queries, pages of no multiple of 8 rows |
 //! | `cuda_prefill` | cuda | prefill | f16 bf16 | as q, or fp8 | multiples of 8 to 256 | any | |
 //! | `cuda_naive` | cuda | general | f32 f16 bf16 e4m3 | as q, or fp8 | any | any | |
 //! | `cpu_decode` | cpu | decode | f32 f16 bf16 e4m3 | as q, or fp8 | any | at most 16 | |
@@ -82,14 +82,16 @@ const CATALOG: &[KernelDesc] = &[
     #[cfg(feature = "cuda")]
     KernelDesc {
         name: "cuda_prefill_sm90a",
-        kv_dtypes: &[DType::F16, DType::BF16],
+        q_dtypes: &[DType::F16, DType::BF16, DType::F8E4M3],
+        kv_dtypes: &[DType::F16, DType::BF16, DType::F8E4M3],
         // Instructions of Hopper alone.
         min_compute: Some((9, 0)),
         max_compute: Some((9, 0)),
-        features: TILED
+        features: FORWARD
             .without(Feature::Fp8Cache)
             .without(Feature::UnalignedPages)
-            .without(Feature::OddPages),
+            .without(Feature::OddPages)
+            .without(Feature::OddFp8Rows),
         tiles: crate::cuda::config::hopper::tiles,
         shared_memory: crate::cuda::config::hopper::smem,
         workspace: crate::cuda::cost::ordered,

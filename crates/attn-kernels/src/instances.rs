@@ -59,6 +59,8 @@ const E5M2: DType = DType::F8E5M2;
 const ROWS_128: Tile = Tile { q: 128, kv: 64 };
 const ROWS_128_LONG: Tile = Tile { q: 128, kv: 128 };
 const ROWS_192: Tile = Tile { q: 192, kv: 128 };
+const ROWS_192_FP8: Tile = Tile { q: 192, kv: 96 };
+const ROWS_128_FP8: Tile = Tile { q: 128, kv: 96 };
 const ROWS_64: Tile = Tile { q: 64, kv: 64 };
 const ROWS_32: Tile = Tile { q: 32, kv: 16 };
 const ROWS_16: Tile = Tile { q: 16, kv: 16 };
@@ -147,6 +149,9 @@ fn forward_kinds() -> Vec<Kind> {
         kinds.push(Kind { is_capped: true, ..hopper });
     }
     kinds.push(Kind { is_paged: true, ..Kind::hopper(BF16, (64, 64), ROWS_128_LONG) });
+    for (dim, tile) in [(64, ROWS_192), (128, ROWS_192_FP8), (256, ROWS_128_FP8)] {
+        kinds.push(Kind::hopper(E4M3, (dim, dim), tile));
+    }
     kinds
 }
 
@@ -180,6 +185,7 @@ pub fn representatives() -> Vec<Instance> {
         Kind::prefill(BF16, 128),
         Kind { is_paged: true, is_general: true, ..Kind::prefill(F16, 64) },
         Kind::hopper(BF16, (128, 128), ROWS_128_LONG),
+        Kind::hopper(E4M3, (128, 128), ROWS_192_FP8),
         Kind { kv_dtype: E4M3, ..Kind::decode(BF16, 128, ROWS_16) },
     ];
     let mut all: Vec<_> = kinds.into_iter().filter_map(Kind::instance).collect();
@@ -200,7 +206,7 @@ mod tests {
     #[test]
     fn shipped_instances_are_few_and_distinct() {
         let all = shipped();
-        assert!((50..=70).contains(&all.len()), "{}", all.len());
+        assert!((50..=72).contains(&all.len()), "{}", all.len());
         for (n, instance) in all.iter().enumerate() {
             assert!(all[n + 1..].iter().all(|other| other.spec != instance.spec));
         }

@@ -38,10 +38,9 @@ struct Consumer : Softmax {
 
   const Block& block;
   const u32 consumer;
-  u32 taken = 0;            // tiles whose values have been met
-  u32 units = 0;            // tiles of queries that have been met
-  u32 order = 0;            // units that were handed out
-  bool has_output = false;  // of the present unit
+  u32 taken = 0;  // tiles whose values have been met
+  u32 units = 0;  // tiles of queries that have been met
+  u32 order = 0;  // units that were handed out
 
   float output[OUTPUTS];
 
@@ -84,10 +83,8 @@ struct Consumer : Softmax {
     for (int step = 0; step < config::BLOCK_N / config::PRODUCT_STEP; ++step) {
       const u32 a[4] = {weights[step * 4], weights[step * 4 + 1], weights[step * 4 + 2],
                         weights[step * 4 + 3]};
-      Sum::rs(output, a, config::IS_FP8 ? b.columns<config::VALUE_DIM>(step) : b.rows(step),
-              step != 0 || has_output);
+      Sum::rs(output, a, config::IS_FP8 ? b.columns<config::VALUE_DIM>(step) : b.rows(step), 1);
     }
-    has_output = true;
     ptx::wgmma_commit_group();
   }
 
@@ -159,13 +156,14 @@ struct Consumer : Softmax {
     return __any_sync(~0u, has_grown);
   }
 
+  __device__ void clear_output() {
+#pragma unroll
+    for (int j = 0; j < OUTPUTS; ++j) output[j] = 0.0f;
+  }
+
   __device__ void rescale(const float (&correction)[2]) {
 #pragma unroll
     for (int j = 0; j < OUTPUTS; ++j) output[j] *= correction[j / 2 % 2];
-  }
-
-  __device__ Ends present_ends() const {
-    return {{max[0], max[1]}, {sum[0], sum[1]}, {rounding[0], rounding[1]}};
   }
 
   // The next unit that the producer hands out, or null. It stays where it is until it is given
@@ -177,16 +175,20 @@ struct Consumer : Softmax {
     return one_of_warp(handed.is_unit) ? &handed : nullptr;
   }
 
-  // Writes a unit's rows and gives it back: the last but one that was handed out, if only as the
-  // end. By now the next unit's scales may be in place.
-  __device__ void finish(const Unit& unit, const Ends& ends) {
-    const Exponent own = config::IS_FP8 ? exponent_of(score_scale(p, unit)) : exponent;
-    const float v_scale =
-        config::IS_FP8 ? per_head(p.v_scale, unit.sequence.index, unit.kv_head, 1.0f) : 1.0f;
+  // Ends the softmax of a unit's rows and starts the next unit's; `factor` is what the output is
+  // multiplied by.
+  __device__ void end_rows(const Unit& unit, float (&factor)[2]) {
+    finish_rows(p, unit, position(unit), exponent, {max, sum, rounding}, factor);
+    reset_rows();
+  }
+
+  // Writes a unit's output and gives it back: the last but one that was handed out, if only as the
+  // end.
+  __device__ void finish(const Unit& unit, const float (&factor)[2]) {
     const i32 warp = i32(threadIdx.x) / WARP - config::WARPGROUP / WARP;
-    write_rows(p, unit, unit.first + warp * WARP_ROWS, own, v_scale, ends,
+    write_rows(p, unit, unit.first + warp * WARP_ROWS, factor,
                block.panels + u32(warp) * PANEL_BYTES, output);
-    has_output = false;
+    clear_output();
     ptx::mbarrier_arrive(block.handed_empty_of(order - 2));
   }
 
@@ -288,12 +290,12 @@ struct Consumer : Softmax {
     start_both(taken + 1 + u32(start));
     if (start > 0) release(block.values.empty_of(taken + 1));
     settle(next, seen_by_all(next), first, is_cut(start));
-    const Ends ends = present_ends();
-    reset_rows();
+    float factor[2];
+    end_rows(handed.unit, factor);
     scale_of(next);
     float correction[2];
     weigh<true>(correction, block.values.empty_of(taken));
-    finish(handed.unit, ends);
+    finish(handed.unit, factor);
     taken += 1 + u32(start);
     clear_past(next, first, taken);
     return start;
@@ -306,8 +308,9 @@ struct Consumer : Softmax {
     ptx::wgmma_wait_group<0>();
     release(block.values.empty_of(taken));
     ++taken;
-    finish(unit, present_ends());
-    reset_rows();
+    float factor[2];
+    end_rows(unit, factor);
+    finish(unit, factor);
   }
 
   // Whether any row of this consumer is written.
@@ -340,6 +343,7 @@ struct Consumer : Softmax {
   __device__ void run() {
     const Handed* handed = nullptr;  // the unit whose last values are to be met
     reset_rows();
+    clear_output();
     for (;;) {
       const Handed* following = next();
       const bool is_met = following != nullptr && has_rows(following->unit);

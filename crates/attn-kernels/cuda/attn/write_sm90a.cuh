@@ -24,9 +24,9 @@ constexpr u32 PANEL_BYTES = WARP_ROWS * tile::PANEL_ROW_BYTES;
 
 // What a lane's two rows ended with.
 struct Ends {
-  float max[2];
-  float sum[2];
-  float rounding[2];
+  const float (&max)[2];
+  const float (&sum)[2];
+  const float (&rounding)[2];  // fp8 (attn/softmax_sm90a.cuh)
 };
 
 // The sum over the four lanes of a row.
@@ -40,10 +40,12 @@ __device__ inline u32 round_pair(float lo, float hi) {
                                           : ptx::cvt_rn_f16x2_f32(lo, hi);
 }
 
-// Ends the lane's two rows, of which the first is at `position`; the answers are what their sums
-// are multiplied by.
+// Ends the lane's two rows, of which the first is at `position`, and writes their LSE; the answers
+// are what their sums of values are multiplied by.
 __device__ inline void finish_rows(const ForwardParams& p, const Unit& unit, i32 position,
                                    const Exponent& exponent, const Ends& ends, float (&factor)[2]) {
+  const float v_scale =
+      config::IS_FP8 ? per_head(p.v_scale, unit.sequence.index, unit.kv_head, 1.0f) : 1.0f;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const i32 own = position + half * 8;
@@ -55,7 +57,7 @@ __device__ inline void finish_rows(const ForwardParams& p, const Unit& unit, i32
       static_cast<float*>(p.lse.data)[query_offset(p.lse, unit.sequence, own, unit.head)] =
           is_row ? result.lse : NEG_INF;
     }
-    factor[half] = result.factor;
+    factor[half] = result.factor * v_scale;
     if constexpr (config::IS_FP8) {
       const float rounded = total + over_row(ends.rounding[half]);
       if (total > 0.0f) factor[half] *= total * ptx::rcp_approx_ftz_f32(rounded);
@@ -63,16 +65,13 @@ __device__ inline void finish_rows(const ForwardParams& p, const Unit& unit, i32
   }
 }
 
-// Divides a warp's rows, of which the first is at `first`, and writes them, padding included.
-// `panel`: the warp's own.
+// Writes the output of a warp's rows, of which the first is at `first`, padding included. `panel`:
+// the warp's own.
 template <int OUTPUTS>
 __device__ void write_rows(const ForwardParams& p, const Unit& unit, i32 first,
-                           const Exponent& exponent, float v_scale, const Ends& ends, u32 panel,
-                           const float (&output)[OUTPUTS]) {
+                           const float (&factor)[2], u32 panel, const float (&output)[OUTPUTS]) {
   const i32 lane = i32(ptx::opaque(threadIdx.x % WARP));
   const i32 position = first + lane / 4;
-  float factor[2];
-  finish_rows(p, unit, position, exponent, ends, factor);
   const bool is_row[2] = {position < unit.sequence.q_len, position + 8 < unit.sequence.q_len};
   // Matrix m of four is of rows 8 (m % 2) .. and of piece m / 2.
   const u32 down = panel + u32(lane % WARP_ROWS) * tile::PANEL_ROW_BYTES;
@@ -88,9 +87,9 @@ __device__ void write_rows(const ForwardParams& p, const Unit& unit, i32 first,
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
         const int at = part * 32 + (piece + m / 2) * 4 + m % 2 * 2;
-        pairs[m] = is_row[m % 2] ? round_pair(output[at] * (factor[m % 2] * v_scale),
-                                              output[at + 1] * (factor[m % 2] * v_scale))
-                                 : 0;
+        pairs[m] = is_row[m % 2]
+                       ? round_pair(output[at] * factor[m % 2], output[at + 1] * factor[m % 2])
+                       : 0;
       }
       ptx::stmatrix_x4(down + ((u32(piece + lane / 16) ^ u32(lane % 8)) << 4), pairs);
     }
