@@ -42,6 +42,7 @@ static FILES: &[SourceFile] = embed! {
     "attn/output.cuh"
     "attn/produce_sm90a.cuh"
     "attn/ring_sm90a.cuh"
+    "attn/row_sm90a.cuh"
     "attn/rows.cuh"
     "attn/schedule.cuh"
     "attn/score.cuh"

@@ -178,7 +178,7 @@ struct Consumer : Softmax {
   // Ends the softmax of a unit's rows and starts the next unit's; `factor` is what the output is
   // multiplied by.
   __device__ void end_rows(const Unit& unit, float (&factor)[2]) {
-    finish_rows(p, unit, position(unit), exponent, {max, sum, rounding}, factor);
+    finish_rows(p, unit, flat_row(unit), exponent, {max, sum, rounding}, factor);
     reset_rows();
   }
 
@@ -210,7 +210,8 @@ struct Consumer : Softmax {
   // `count`: the first tile.
   __device__ i32 start_of(const Handed& handed, u32 count) const {
     const Unit& unit = handed.unit;
-    const i32 last = unit.first + i32(consumer + 1) * config::CONSUMER_ROWS - 1;
+    const i32 flat = unit.first + i32(consumer + 1) * config::CONSUMER_ROWS - 1;
+    const i32 last = row_of(p, unit, flat).position;
     const i32 end = one_of_warp(unit.band.hi(min_of(last, unit.bottom)));
     if (end > met(handed, 0) || tiles_of(handed) < 2) return 0;
     take_turn();
@@ -315,7 +316,8 @@ struct Consumer : Softmax {
 
   // Whether any row of this consumer is written.
   __device__ bool has_rows(const Unit& unit) const {
-    return one_of_warp(unit.first + i32(consumer) * config::CONSUMER_ROWS < unit.rows);
+    return one_of_warp(unit.first + i32(consumer) * config::CONSUMER_ROWS <
+                       flat_rows(p, unit.rows));
   }
 
   // A unit of which this consumer has no row, after one that has ended: gives its tiles back as

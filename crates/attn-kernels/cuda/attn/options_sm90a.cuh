@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include "attn/row_sm90a.cuh"
 #include "attn/tanh.cuh"
 #include "attn/unit.cuh"
 #include "base/config_sm90a.cuh"
@@ -77,16 +78,17 @@ __device__ void scale_scores(float scale, float softcap, bool is_own, float (&sc
   for (int j = 0; j < SCORES; ++j) scores[j] *= scale;
 }
 
-// Adds bias and ALiBi to the natural scores of the row at `position`, and hides what the boolean
+// Adds bias and ALiBi to the natural scores of a row, and hides what the boolean
 // mask hides. The lane has columns `column` and the next of every eight keys from `first` on;
 // `half` says which of its two rows this is.
 template <int SCORES>
-__device__ void apply_options(const ForwardParams& p, const Unit& unit, i32 position, i32 first,
+__device__ void apply_options(const ForwardParams& p, const Unit& unit, const Row& row, i32 first,
                               i32 column, int half, float (&scores)[SCORES]) {
+  const i32 position = row.position;
   if (position >= unit.sequence.q_len) return;
   const Keys seen = unit.keys_at(position);
   const i32 sequence = unit.sequence.index;
-  const i32 head = unit.head;
+  const i32 head = row.head;
   const i32 own = unit.band.position(position);
   const float slope = per_head(p.alibi, 0, head, 0.0f);
   const float* bias = static_cast<const float*>(p.bias.data);
@@ -107,15 +109,16 @@ __device__ void apply_options(const ForwardParams& p, const Unit& unit, i32 posi
   }
 }
 
-// Hides what the block mask hides of the row at `position`; arguments as above.
+// Hides what the block mask hides of a row; arguments as above.
 template <int SCORES>
-__device__ void hide_blocks(const ForwardParams& p, const Unit& unit, i32 position, i32 first,
+__device__ void hide_blocks(const ForwardParams& p, const Unit& unit, const Row& row, i32 first,
                             i32 column, int half, float (&scores)[SCORES]) {
+  const i32 position = row.position;
   if (position >= unit.sequence.q_len) return;
   const Keys seen = unit.keys_at(position);
   const Pairs& map = p.block_mask;
   const u8* blocks = static_cast<const u8*>(map.data) + unit.sequence.index * map.sequence +
-                     unit.head * map.head + i64(p.block_q.divide(u32(position))) * map.row;
+                     row.head * map.head + i64(p.block_q.divide(u32(position))) * map.row;
 #pragma unroll
   for (int j = 0; j < SCORES / 4; ++j) {
 #pragma unroll

@@ -224,9 +224,10 @@ __device__ inline void copy_tiles(const ForwardParams& p, const Maps& maps, cons
     if (leads) {
       const u32 full = block.queries.full_of(count);
       ptx::mbarrier_arrive_expect_tx(full, QUERY_BYTES);
-      copy_box<BLOCK_M, BLOCK_M, HEAD_DIM>(block.queries.tile<QUERY_BYTES>(count), maps.q,
-                                           unit.head, i32(sequence.q_first) + unit.first,
-                                           p.flags & Q_PADDED ? sequence.index : 0, full);
+      copy_box<BLOCK_M, BLOCK_M, HEAD_DIM>(
+          block.queries.tile<QUERY_BYTES>(count), maps.q, unit.head,
+          i32(sequence.q_first) + (IS_PACKED ? unit.top : unit.first),
+          p.flags & Q_PADDED ? sequence.index : 0, full);
     }
     Boxes boxes = boxes_of(p, sequence, met_tile(handed, visits, 0));
     copy_keys(boxes);

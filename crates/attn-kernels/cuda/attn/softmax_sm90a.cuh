@@ -13,6 +13,7 @@
 
 #include "attn/exponent.cuh"
 #include "attn/options_sm90a.cuh"
+#include "attn/row_sm90a.cuh"
 #include "attn/unit.cuh"
 #include "attn/write_sm90a.cuh"
 #include "ptx/half.cuh"
@@ -60,8 +61,8 @@ struct Softmax {
     if constexpr (config::IS_FP8) exponent = exponent_of(score_scale(p, unit));
   }
 
-  // The position of the lane's first row; the other one is 8 below. No heads share a tile.
-  __device__ i32 position(const Unit& unit) const {
+  // The lane's first flat row; the other one is 8 below.
+  __device__ i32 flat_row(const Unit& unit) const {
     const i32 thread = i32(ptx::opaque(threadIdx.x)) - config::WARPGROUP;
     return unit.first + thread / WARP * WARP_ROWS + thread % WARP / 4;
   }
@@ -76,15 +77,16 @@ struct Softmax {
   __device__ void settle(const Unit& unit, Keys all, i32 first, bool is_cut) {
     const bool is_clear = first >= all.lo && first + config::BLOCK_N <= all.hi;
     // What is hidden must not decide how the rest is computed.
-    const bool is_own = is_clear && !is_cut && unit.bottom - unit.top == config::BLOCK_M - 1;
+    const bool is_own =
+        is_clear && !is_cut && flat_rows(p, unit.bottom - unit.top + 1) == config::BLOCK_M;
     if constexpr (config::IS_CAPPED) cap_scores(score_scale(p, unit), p.softcap, is_own, scores);
     if constexpr (config::IS_GENERAL) {
       scale_scores(score_scale(p, unit), p.softcap, is_own, scores);
       if (p.alibi.data != nullptr || p.bias.data != nullptr || p.mask.data != nullptr) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          apply_options(p, unit, position(unit) + half * 8, first, i32(threadIdx.x) % 4 * 2, half,
-                        scores);
+          apply_options(p, unit, row_of(p, unit, flat_row(unit) + half * 8), first,
+                        i32(threadIdx.x) % 4 * 2, half, scores);
         }
       }
     }
@@ -92,8 +94,8 @@ struct Softmax {
       if (is_cut) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          hide_blocks(p, unit, position(unit) + half * 8, first, i32(threadIdx.x) % 4 * 2, half,
-                      scores);
+          hide_blocks(p, unit, row_of(p, unit, flat_row(unit) + half * 8), first,
+                      i32(threadIdx.x) % 4 * 2, half, scores);
         }
       }
     }
@@ -101,7 +103,7 @@ struct Softmax {
     const i32 start = first + i32(threadIdx.x) % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Keys seen = unit.keys_at(position(unit) + half * 8);
+      const Keys seen = unit.keys_at(row_of(p, unit, flat_row(unit) + half * 8).position);
       const i32 lo = own_keys(seen.lo - start);
       const i32 hi = own_keys(seen.hi - start);
 #pragma unroll

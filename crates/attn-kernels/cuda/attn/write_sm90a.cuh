@@ -9,7 +9,7 @@
 #pragma once
 
 #include "attn/exponent.cuh"
-#include "attn/unit.cuh"
+#include "attn/row_sm90a.cuh"
 #include "base/config_sm90a.cuh"
 #include "ptx/half.cuh"
 #include "ptx/ldmatrix.cuh"
@@ -40,21 +40,21 @@ __device__ inline u32 round_pair(float lo, float hi) {
                                           : ptx::cvt_rn_f16x2_f32(lo, hi);
 }
 
-// Ends the lane's two rows, of which the first is at `position`, and writes their LSE; the answers
-// are what their sums of values are multiplied by.
-__device__ inline void finish_rows(const ForwardParams& p, const Unit& unit, i32 position,
+// Ends the lane's two rows, of which `flat` is the first, and writes their LSE; the answers are
+// what their sums of values are multiplied by.
+__device__ inline void finish_rows(const ForwardParams& p, const Unit& unit, i32 flat,
                                    const Exponent& exponent, const Ends& ends, float (&factor)[2]) {
   const float v_scale =
       config::IS_FP8 ? per_head(p.v_scale, unit.sequence.index, unit.kv_head, 1.0f) : 1.0f;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const i32 own = position + half * 8;
+    const Row row = row_of(p, unit, flat + half * 8);
     const float total = over_row(ends.sum[half]);
-    const bool is_row = own < unit.sequence.q_len;
-    const float sink = is_row ? sink_of(p, unit, unit.head) : NEG_INF;
+    const bool is_row = row.position < unit.sequence.q_len;
+    const float sink = is_row ? sink_of(p, unit, row.head) : NEG_INF;
     const RowResult result = finish_row(ends.max[half], total, exponent, sink);
-    if (p.lse.data != nullptr && own < unit.rows && threadIdx.x % 4 == 0) {
-      static_cast<float*>(p.lse.data)[query_offset(p.lse, unit.sequence, own, unit.head)] =
+    if (p.lse.data != nullptr && row.position < unit.rows && threadIdx.x % 4 == 0) {
+      static_cast<float*>(p.lse.data)[query_offset(p.lse, unit.sequence, row.position, row.head)] =
           is_row ? result.lse : NEG_INF;
     }
     factor[half] = result.factor * v_scale;
@@ -65,19 +65,20 @@ __device__ inline void finish_rows(const ForwardParams& p, const Unit& unit, i32
   }
 }
 
-// Writes the output of a warp's rows, of which the first is at `first`, padding included. `panel`:
-// the warp's own.
+// Writes the output of a warp's rows, of which `first` is the first flat one, padding included.
+// `panel`: the warp's own.
 template <int OUTPUTS>
 __device__ void write_rows(const ForwardParams& p, const Unit& unit, i32 first,
                            const float (&factor)[2], u32 panel, const float (&output)[OUTPUTS]) {
   const i32 lane = i32(ptx::opaque(threadIdx.x % WARP));
-  const i32 position = first + lane / 4;
-  const bool is_row[2] = {position < unit.sequence.q_len, position + 8 < unit.sequence.q_len};
+  const i32 own = first + lane / 4;
+  const bool is_row[2] = {row_of(p, unit, own).position < unit.sequence.q_len,
+                          row_of(p, unit, own + 8).position < unit.sequence.q_len};
   // Matrix m of four is of rows 8 (m % 2) .. and of piece m / 2.
   const u32 down = panel + u32(lane % WARP_ROWS) * tile::PANEL_ROW_BYTES;
   const u32 up = panel + u32(lane / 8) * tile::PANEL_ROW_BYTES;
-  u16* to = static_cast<u16*>(p.o.data) +
-            query_offset(p.o, unit.sequence, first + lane / 8, unit.head) + lane % 8 * 8;
+  u16* const output_of = static_cast<u16*>(p.o.data) + lane % 8 * 8;
+  const i64 first_line = query_offset(p.o, unit.sequence, first + lane / 8, unit.head);
 #pragma unroll
   for (int part = 0; part < OUTPUTS / 32; ++part) {
     __syncwarp();
@@ -100,8 +101,11 @@ __device__ void write_rows(const ForwardParams& p, const Unit& unit, i32 first,
       const u32 swizzled = u32(lane % 8) ^ u32((lane / 8 + i * 4) % 8);
       const Vec16 line =
           ptx::ld_shared_v4_b32(up + u32(i * 4) * tile::PANEL_ROW_BYTES + (swizzled << 4));
-      if (has_column && first + lane / 8 + i * 4 < unit.rows) {
-        *reinterpret_cast<Vec16*>(to + i64(i * 4) * p.o.row + part * 64) = line;
+      const Row row = row_of(p, unit, first + lane / 8 + i * 4);
+      const i64 at = config::IS_PACKED ? query_offset(p.o, unit.sequence, row.position, row.head)
+                                       : first_line + i64(i * 4) * p.o.row;
+      if (has_column && row.position < unit.rows) {
+        *reinterpret_cast<Vec16*>(output_of + at + part * 64) = line;
       }
     }
   }

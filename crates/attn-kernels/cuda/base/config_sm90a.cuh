@@ -15,9 +15,9 @@
     "ATTN_GENERAL, ATTN_BLOCKED, ATTN_PAGED and ATTN_BOX_ROWS: expected the options and where keys are"
 #endif
 #if !defined(ATTN_CONSUMERS) || !defined(ATTN_BLOCK_N) || !defined(ATTN_STAGES) || \
-    !defined(ATTN_QUERY_STAGES)
+    !defined(ATTN_QUERY_STAGES) || !defined(ATTN_PACKED)
 #error \
-    "ATTN_CONSUMERS, ATTN_BLOCK_N, ATTN_STAGES and ATTN_QUERY_STAGES: expected the shape of a block"
+    "ATTN_CONSUMERS, ATTN_BLOCK_N, ATTN_STAGES, ATTN_QUERY_STAGES and ATTN_PACKED: expected the block"
 #endif
 
 namespace attn::config {
@@ -37,6 +37,8 @@ constexpr int VALUE_DIM = ATTN_VALUE_DIM;
 constexpr bool IS_GENERAL = ATTN_GENERAL == 1;
 constexpr bool IS_CAPPED = ATTN_GENERAL == 2;
 constexpr bool IS_PAGED = ATTN_PAGED != 0;
+// Rows of several heads share a tile.
+constexpr bool IS_PACKED = ATTN_PACKED != 0;
 // Under a block mask only the tiles that some row of a unit sees are met.
 constexpr bool IS_BLOCKED = ATTN_BLOCKED != 0;
 

@@ -236,7 +236,7 @@ const fn shape(tile: Tile, dim: usize, is_general: bool) -> Shape {
 /// Query heads whose rows share a tile of the prefill kernel: the whole group where its rows fill tiles better.
 ///
 /// Source: the rule of FlashAttention-3's `should_pack_gqa`: pack where rows alone waste a tenth more of their tiles.
-fn prefill_pack(problem: &Problem, tile: usize) -> usize {
+pub(crate) fn prefill_pack(problem: &Problem, tile: usize) -> usize {
     let (rows, group) = (problem.lengths().longest_q(), problem.group());
     // The longest sequence is no business of the others' bits.
     if group <= 1 || rows == 0 || problem.options().batch_invariant {

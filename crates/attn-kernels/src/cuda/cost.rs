@@ -6,6 +6,7 @@
 
 use attn_core::{Bytes, HostCaps, Problem, Split, Tile};
 
+use super::config::hopper;
 use super::lengths::{Division, equal_lengths, parts, written_rows};
 use super::order::{COUNTER_BYTES, Order};
 
@@ -17,8 +18,9 @@ pub(crate) fn rows(problem: &Problem, _: &HostCaps, _: Tile, _: Split) -> Bytes 
 /// Workspace of the Hopper prefill kernel: two counters and, for unequal sequences, their prefix sums and the order of
 /// their tiles.
 pub(crate) fn ordered(problem: &Problem, _: &HostCaps, tile: Tile, _: Split) -> Bytes {
-    let tables = tables(problem, Division::Ordered { tile: tile.q }, false);
-    Bytes::of(COUNTER_BYTES, 1) + tables + Order::bytes(problem, tile.q)
+    let pack = hopper::pack(problem, tile);
+    let tables = tables(problem, Division::Ordered { tile: tile.q, pack }, false);
+    Bytes::of(COUNTER_BYTES, 1) + tables + Order::bytes(problem, tile.q, pack)
 }
 
 /// Workspace of the portable kernels: prefix sums, and an f32 output row and LSE for each part of each row of sequences
@@ -80,8 +82,10 @@ mod tests {
             let lengths = Lengths::new(&problem, Division::Rows).expect("small");
             let all = lengths.upload().len() * size_of::<i64>();
             assert_eq!(rows(&problem, &host, TILE, Split::Whole), Bytes(all as u64));
-            let lengths = Lengths::new(&problem, Division::Ordered { tile: 16 }).expect("small");
-            let list = Order::new(&problem, &lengths, 16).entries.len() * 12;
+            let pack = hopper::pack(&problem, TILE);
+            let division = Division::Ordered { tile: 16, pack };
+            let lengths = Lengths::new(&problem, division).expect("small");
+            let list = Order::new(&problem, &lengths, 16, pack).entries.len() * 12;
             let all = 8 + lengths.upload().len() * size_of::<i64>() + list;
             assert_eq!(ordered(&problem, &host, TILE, Split::Whole), Bytes(all as u64));
         }

@@ -205,7 +205,7 @@ impl CudaEngine {
         let (division, split) = match config.spec.entry() {
             // A block walks all keys of its row, so that any split comes to the same.
             Entry::Naive => (Division::Rows, Split::Whole),
-            Entry::PrefillSm90a => (Division::Ordered { tile }, Split::Whole),
+            Entry::PrefillSm90a => (Division::Ordered { tile, pack }, Split::Whole),
             _ => (Division::Tiles { tile, pack, split: plan.split }, plan.split),
         };
         let problem = &plan.problem;
@@ -218,7 +218,7 @@ impl CudaEngine {
             None
         };
         let is_persistent = config.spec.entry() == Entry::PrefillSm90a;
-        let order = is_persistent.then(|| Order::new(problem, &lengths, tile));
+        let order = is_persistent.then(|| Order::new(problem, &lengths, tile, pack));
         let entries = order.as_ref().map_or(&[][..], |order| &order.entries);
         let prefixes = lengths.upload();
         let prefixes: &[u8] = bytemuck::cast_slice(&prefixes);

@@ -27,11 +27,13 @@ pub(crate) enum Division {
         /// Parts of the keys.
         split: Split,
     },
-    /// Tiles of `tile` rows of one head and all of its keys, which blocks take in an order of the host's
+    /// Tiles of `tile` flat rows and all of their keys, which blocks take in an order of the host's
     /// ([`super::order`]).
     Ordered {
-        /// Rows of a tile.
+        /// Flat rows of a tile.
         tile: usize,
+        /// Query heads whose rows share a tile.
+        pack: usize,
     },
 }
 
@@ -119,7 +121,7 @@ impl Lengths {
         let (pack, tile, split) = match division {
             Division::Rows => (1, 1, Split::Whole),
             Division::Tiles { tile, pack, split } => (pack.max(1), tile.max(1), split),
-            Division::Ordered { tile } => (1, tile.max(1), Split::Whole),
+            Division::Ordered { tile, pack } => (pack.max(1), tile.max(1), Split::Whole),
         };
         let heads = problem.q_heads();
         let mut tables = vec![0i64; Table::COUNT * (batch + 1)];
@@ -306,7 +308,7 @@ mod tests {
     fn only_tables_that_are_read_are_uploaded() {
         use Table::{Keys, Partials, Queries, Rows, Units};
         let (equal, unequal) = (spec(&[4, 4], &[64, 64]), spec(&[4, 5], &[64, 64]));
-        let ordered = Division::Ordered { tile: 16 };
+        let ordered = Division::Ordered { tile: 16, pack: 1 };
         let (whole, parts) = (tiles(16, 1, Split::Whole), tiles(16, 1, Split::Parts(2)));
         for (spec, division, read) in [
             (&equal, Division::Rows, &[Queries, Keys, Units][..]),

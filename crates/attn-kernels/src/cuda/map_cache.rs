@@ -24,6 +24,8 @@ pub(crate) struct Boxed {
     /// In elements.
     pub(crate) strides: [i64; 4],
     pub(crate) rows: usize,
+    /// Of a box, beside its rows.
+    pub(crate) heads: usize,
     pub(crate) dtype: DType,
 }
 
@@ -71,7 +73,7 @@ mod tests {
 
     fn at(address: u64) -> Boxed {
         let (shape, strides) = ([1, 8, 4, 64], [64, 256, 64, 1]);
-        Boxed { address, shape, strides, rows: 8, dtype: DType::BF16 }
+        Boxed { address, shape, strides, rows: 8, heads: 1, dtype: DType::BF16 }
     }
 
     /// A cache that counts what it encodes, in maps that tell their number.
@@ -112,10 +114,11 @@ mod tests {
             Boxed { shape: [1, 9, 4, 64], ..tensor },
             Boxed { strides: [64, 512, 64, 1], ..tensor },
             Boxed { rows: 4, ..tensor },
+            Boxed { heads: 2, ..tensor },
             Boxed { dtype: DType::F16, ..tensor },
         ];
         let first = different.map(|boxed| counted.map(boxed));
-        assert_eq!(first, [1, 2, 3, 4, 5, 6]);
+        assert_eq!(first, [1, 2, 3, 4, 5, 6, 7]);
         assert_eq!(different.map(|boxed| counted.map(boxed)), first);
     }
 

@@ -36,7 +36,9 @@ pub(crate) fn forward<'a>(
     inputs: &Inputs<'a>,
     tile: Tile,
 ) -> Result<[TensorMap<'a>; 3], Error> {
-    let q = rows(&mut caches.q, "q", &inputs.q, tile.q)?;
+    let pack = hopper::pack(problem, tile);
+    let own = Boxed { rows: tile.q / pack, heads: pack, ..four_axes(&inputs.q, tile.q) };
+    let q = map(&mut caches.q, "q", &inputs.q, &own)?;
     let (k, v, axis) = match &inputs.kv {
         KvTensors::Dense { k, v } => (k, v, None),
         KvTensors::Paged { k_cache, v_cache, .. } => (k_cache, v_cache, Some(page_axes(problem))),
@@ -48,11 +50,11 @@ pub(crate) fn forward<'a>(
         let stand_in = rows(&mut caches.k, "q", &inputs.q, boxes)?;
         return Ok([q, stand_in, stand_in]);
     }
-    let map = |cache, field, tensor| match axis {
+    let of = |cache, field, tensor| match axis {
         None => rows(cache, field, tensor, boxes),
         Some(order) => pages(cache, field, tensor, order, boxes),
     };
-    Ok([q, map(&mut caches.k, "k", k)?, map(&mut caches.v, "v", v)?])
+    Ok([q, of(&mut caches.k, "k", k)?, of(&mut caches.v, "v", v)?])
 }
 
 /// Which axes of a cache are slot and head.
@@ -101,7 +103,7 @@ fn encode<'a>(
     tensor: &DeviceTensor<'a>,
     boxed: &Boxed,
 ) -> Result<TensorMap<'a>, Error> {
-    let Boxed { shape, strides, rows, .. } = boxed;
+    let Boxed { shape, strides, rows, heads, .. } = boxed;
     if let Some(stride) = strides.iter().find(|stride| **stride < 0) {
         let expected = "strides that are not negative (others: disable cuda_prefill_sm90a, cuda_prefill takes them)";
         return Err(attn_core::Error::layout(field, expected, stride).into());
@@ -110,7 +112,8 @@ fn encode<'a>(
     as_i32(field, shape[0])?;
     as_i32(field, shape[1])?;
     let columns = ROW_BYTES / tensor.dtype().size();
-    let extents = [1, *rows, 1, columns].map(|extent| u32::try_from(extent).unwrap_or(u32::MAX));
+    let extents =
+        [1, *rows, *heads, columns].map(|extent| u32::try_from(extent).unwrap_or(u32::MAX));
     let layout = Strided::new(field, shape, strides, tensor.layout().offset())?;
     TensorMap::tiled(field, tensor.memory(), tensor.dtype(), &layout, &extents, Swizzle::Bytes128)
 }
@@ -118,7 +121,7 @@ fn encode<'a>(
 /// A tensor of up to four axes, the missing ones of one extent.
 fn four_axes(tensor: &DeviceTensor<'_>, rows: usize) -> Boxed {
     let (shape, strides) = padded_axes(tensor.layout());
-    Boxed { address: tensor.address(), shape, strides, rows, dtype: tensor.dtype() }
+    Boxed { address: tensor.address(), shape, strides, rows, heads: 1, dtype: tensor.dtype() }
 }
 
 fn padded_axes(layout: &Strided) -> ([usize; 4], [i64; 4]) {

@@ -48,9 +48,9 @@ pub(crate) struct Order {
 }
 
 impl Order {
-    /// The order for tiles of `tile` rows, each of one head.
-    pub(crate) fn new(problem: &Problem, lengths: &Lengths, tile: usize) -> Self {
-        let heads = problem.q_heads();
+    /// The order for tiles of `tile` flat rows, `pack` heads to a block.
+    pub(crate) fn new(problem: &Problem, lengths: &Lengths, tile: usize, pack: usize) -> Self {
+        let heads = head_blocks(problem, pack);
         let narrow = |n: usize| i32::try_from(n).unwrap_or(i32::MAX);
         if let Some(uniform) = lengths.uniform {
             let tiles = uniform.units as usize;
@@ -61,14 +61,14 @@ impl Order {
             };
             return Self { section: narrow(section), entries: Vec::new() };
         }
-        let section = list_section(problem, tile);
+        let section = list_section(problem, tile, pack);
         let mut one_section: Vec<(usize, Entry)> = Vec::new();
         for sequence in 0..problem.lengths().batch() {
             let (q_len, kv_len) = (problem.lengths().q(sequence), problem.lengths().kv(sequence));
-            let tiles = written_rows(problem, sequence).div_ceil(tile);
+            let tiles = flat_rows(problem, sequence, pack).div_ceil(tile);
             for from_last in 0..tiles {
-                let first = ((tiles - 1 - from_last) * tile).min(q_len);
-                let rows = first..q_len.min(first + tile);
+                let first = (tiles - 1 - from_last) * tile;
+                let rows = (first / pack).min(q_len)..q_len.min((first + tile).div_ceil(pack));
                 let keys = problem.band().rows(rows, q_len, kv_len).len();
                 let wide = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
                 let entry =
@@ -77,8 +77,8 @@ impl Order {
             }
         }
         one_section.sort_by_key(|(keys, _)| std::cmp::Reverse(*keys));
-        let head_blocks = (0..u32::try_from(heads).unwrap_or(u32::MAX)).step_by(section.max(1));
-        let entries = head_blocks
+        let blocks = (0..u32::try_from(heads).unwrap_or(u32::MAX)).step_by(section.max(1));
+        let entries = blocks
             .flat_map(|head_block| {
                 one_section.iter().map(move |(_, entry)| Entry { head_block, ..*entry })
             })
@@ -87,12 +87,12 @@ impl Order {
     }
 
     /// Bytes of the list that a problem takes; nothing where all sequences are equal.
-    pub(crate) fn bytes(problem: &Problem, tile: usize) -> Bytes {
+    pub(crate) fn bytes(problem: &Problem, tile: usize, pack: usize) -> Bytes {
         if equal_lengths(problem).is_some() {
             return Bytes::ZERO;
         }
-        let sections = problem.q_heads() / list_section(problem, tile).max(1);
-        Bytes::of(all_tiles(problem, tile).saturating_mul(sections), size_of::<Entry>())
+        let sections = head_blocks(problem, pack) / list_section(problem, tile, pack).max(1);
+        Bytes::of(all_tiles(problem, tile, pack).saturating_mul(sections), size_of::<Entry>())
     }
 }
 
@@ -108,17 +108,26 @@ const fn wanted(tiles: usize) -> usize {
     if tiles < LONG_TILES { SHORT_SECTION } else { LONG_SECTION }
 }
 
-fn all_tiles(problem: &Problem, tile: usize) -> usize {
+fn head_blocks(problem: &Problem, pack: usize) -> usize {
+    problem.q_heads() / pack.max(1)
+}
+
+/// Rows of a sequence that are written, once for each head of a block.
+fn flat_rows(problem: &Problem, sequence: usize, pack: usize) -> usize {
+    written_rows(problem, sequence).saturating_mul(pack)
+}
+
+fn all_tiles(problem: &Problem, tile: usize, pack: usize) -> usize {
     (0..problem.lengths().batch())
-        .map(|sequence| written_rows(problem, sequence).div_ceil(tile.max(1)))
+        .map(|sequence| flat_rows(problem, sequence, pack).div_ceil(tile.max(1)))
         .fold(0, usize::saturating_add)
 }
 
-/// Heads of an entry of the list: as many as share a section, and as many as keep it short.
-fn list_section(problem: &Problem, tile: usize) -> usize {
-    let (heads, tiles) = (problem.q_heads(), all_tiles(problem, tile).max(1));
+/// Blocks of heads of an entry of the list: as many as share a section, and as many as keep it short.
+fn list_section(problem: &Problem, tile: usize, pack: usize) -> usize {
+    let (heads, tiles) = (head_blocks(problem, pack), all_tiles(problem, tile, pack).max(1));
     let near = divisor_near(heads, LONG_SECTION, tiles);
-    let tables = Division::Ordered { tile }.tables(false, false).len() * size_of::<i64>();
+    let tables = Division::Ordered { tile, pack }.tables(false, false).len() * size_of::<i64>();
     let tables = tables.saturating_mul(problem.lengths().batch() + 1);
     let most = MOST_BYTES.saturating_sub(tables) / size_of::<Entry>();
     let fits = |section: &usize| (heads / section).saturating_mul(tiles) <= most;
@@ -140,15 +149,19 @@ mod tests {
     use super::*;
 
     fn order(spec: ProblemSpec, tile: usize) -> Order {
+        packed_order(spec, tile, 1)
+    }
+
+    fn packed_order(spec: ProblemSpec, tile: usize, pack: usize) -> Order {
         let problem = Problem::new(spec).expect("valid");
-        let division = Division::Ordered { tile };
+        let division = Division::Ordered { tile, pack };
         let lengths = Lengths::new(&problem, division).expect("small");
-        let order = Order::new(&problem, &lengths, tile);
+        let order = Order::new(&problem, &lengths, tile, pack);
         let bytes = order.entries.len() * size_of::<Entry>();
-        assert_eq!(Order::bytes(&problem, tile), Bytes(bytes as u64));
+        assert_eq!(Order::bytes(&problem, tile, pack), Bytes(bytes as u64));
         // What the device divides the number of a unit by.
         assert!(order.section > 0);
-        let heads = problem.q_heads() * problem.lengths().batch();
+        let heads = problem.q_heads() / pack * problem.lengths().batch();
         assert!(heads.is_multiple_of(order.section.unsigned_abs() as usize));
         if !order.entries.is_empty() {
             let units = order.entries.len() * order.section.unsigned_abs() as usize;
@@ -199,6 +212,17 @@ mod tests {
         let got = order(causal(&uneven, &uneven), 128);
         let tables = 2 * size_of::<i64>() * (uneven.len() + 1);
         assert!(tables + got.entries.len() * size_of::<Entry>() <= MOST_BYTES);
+    }
+
+    #[test]
+    fn packed_heads_share_tiles() {
+        let mut spec = causal(&[20, 70], &[500, 900]);
+        spec.kv_heads = 2;
+        let got = packed_order(spec, 128, 8);
+        // 160 and 560 flat rows: two and five tiles, of two blocks of heads.
+        assert_eq!((got.entries.len(), got.section), (7, 2));
+        let first: Vec<_> = got.entries.iter().map(|e| (e.sequence, e.tile)).take(2).collect();
+        assert_eq!(first, [(1, 0), (1, 1)]);
     }
 
     #[test]

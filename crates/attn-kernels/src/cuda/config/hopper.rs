@@ -5,7 +5,7 @@
 
 use attn_core::{Bytes, Problem, Tile};
 
-use super::{Config, PLAIN_SCALES, code};
+use super::{Config, PLAIN_SCALES, code, prefill_pack};
 use crate::spec::{Entry, KernelSpec};
 
 /// Tiles, the first for most calls. A consumer has 64 rows; how many keys there are depends on what fits beside two stages
@@ -13,8 +13,8 @@ use crate::spec::{Entry, KernelSpec};
 pub(crate) fn tiles(problem: &Problem) -> &'static [Tile] {
     let (dim, value_dim) = dims(problem);
     // All rows fit a tile of two consumers.
-    let is_short =
-        problem.lengths().longest_q() <= ROWS_128.q && !problem.options().batch_invariant;
+    let rows = problem.lengths().longest_q().saturating_mul(pack(problem, ROWS_128));
+    let is_short = rows <= ROWS_128.q && !problem.options().batch_invariant;
     let options = Options::of(problem);
     let is_plain = options == Options::default() && problem.cache_layout().is_none();
     match (dim, value_dim) {
@@ -70,6 +70,13 @@ impl Options {
         };
         Self { general, is_blocked: problem.block_mask().is_some() }
     }
+}
+
+/// Query heads whose rows share a tile: the group, where its rows fill tiles better and whole positions make a tile, which
+/// the copy engine fetches as one box.
+pub(crate) fn pack(problem: &Problem, tile: Tile) -> usize {
+    let pack = prefill_pack(problem, tile.q);
+    if tile.q.is_multiple_of(pack) { pack } else { 1 }
 }
 
 /// Tiles of keys that a unit may visit under a block mask, in whole multiples of 8.
@@ -147,7 +154,7 @@ pub(crate) fn config(problem: &Problem, tile: Tile) -> Config {
     let int = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
     let (dim, value_dim) = dims(problem);
     let (consumers, stages) = (tile.q / 64, stages(problem, tile));
-    let options = Options::of(problem);
+    let (options, pack) = (Options::of(problem), pack(problem, tile));
     let spec = KernelSpec::new(
         Entry::PrefillSm90a,
         [
@@ -156,6 +163,7 @@ pub(crate) fn config(problem: &Problem, tile: Tile) -> Config {
             ("value_dim", int(value_dim)),
             ("general", options.general),
             ("blocked", i64::from(options.is_blocked)),
+            ("packed", i64::from(pack > 1)),
             ("paged", i64::from(problem.cache_layout().is_some())),
             ("box_rows", int(box_rows(problem, tile))),
             ("consumers", int(consumers)),
@@ -169,7 +177,7 @@ pub(crate) fn config(problem: &Problem, tile: Tile) -> Config {
         spec,
         threads: narrow(128 * (consumers + 1)),
         dynamic_smem: narrow(bytes(problem, tile, stages)),
-        pack: 1,
+        pack: narrow(pack),
         tile,
     }
 }
@@ -223,6 +231,20 @@ mod tests {
                 Problem::new(ProblemSpec { kv, ..spec(DType::BF16, 128) }).expect("valid");
             assert_eq!(box_rows(&problem, Tile { q: 128, kv: tile }), rows);
         }
+    }
+
+    #[test]
+    fn heads_share_tiles_that_their_rows_leave_empty() {
+        let with = |heads: (usize, usize), rows: usize, batch_invariant: bool| {
+            let mut spec = ProblemSpec::new(DType::BF16, heads.0, heads.1, 128, &[rows], &[900]);
+            spec.options.batch_invariant = batch_invariant;
+            let problem = Problem::new(spec).expect("valid");
+            pack(&problem, ROWS_128)
+        };
+        assert_eq!((with((8, 2), 20, false), with((8, 2), 20, true)), (4, 1));
+        assert_eq!((with((8, 2), 4096, false), with((8, 8), 20, false)), (1, 1));
+        // No whole positions make a tile.
+        assert_eq!(with((6, 2), 20, false), 1);
     }
 
     #[test]
