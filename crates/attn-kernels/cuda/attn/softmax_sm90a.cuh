@@ -162,6 +162,7 @@ struct Softmax {
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
     const float before = max[half];
     const bool grows = exceeds(top, before) || before == NEG_INF;
+    const bool is_late = !grows && top > before;
     if (grows) max[half] = top;
     shift = exponent.shift(max[half]);
     correction = ptx::ex2_approx_ftz_f32(exponent.of_max(before, shift));
@@ -172,7 +173,10 @@ struct Softmax {
     }
     sum[half] *= correction;
     if constexpr (config::IS_FP8) {
-      rounding[half] = __fmaf_rn(rounding[half], correction, rounding_of(exponent.of(top, shift)));
+      rounding[half] *= correction;
+      if (__any_sync(~0u, is_late)) {
+        rounding[half] += is_late ? rounding_of(exponent.of(top, shift)) : 0.0f;
+      }
     }
     return max[half] != before;
   }
@@ -189,9 +193,9 @@ struct Softmax {
     return top - near;
   }
 
-  // A lane's share of what rounding adds to a row's largest weight of a tile. A maximum that has
-  // stayed behind leaves a weight that fp8 rounds, by up to a sixteenth, and the output of a row
-  // that has little else must be divided by it as it was rounded.
+  // A lane's share of what rounding adds to a row's largest weight of a tile, where the maximum has
+  // stayed behind: that leaves a weight that fp8 rounds, by up to a sixteenth, and the output of a
+  // row that has little else must be divided by it as it was rounded.
   __device__ static float rounding_of(float exponent) {
     const float weight = ptx::ex2_approx_ftz_f32(exponent);
     const u16 rounded = ptx::cvt_rn_satfinite_e4m3x2_f32<__CUDA_ARCH__>(weight, weight);
