@@ -47,6 +47,7 @@ struct Kind {
     is_paged: bool,
     is_general: bool,
     is_capped: bool,
+    is_packed: bool,
     tile: Tile,
 }
 
@@ -76,6 +77,7 @@ impl Kind {
             is_paged: false,
             is_general: false,
             is_capped: false,
+            is_packed: false,
             tile: ROWS_128,
         }
     }
@@ -91,7 +93,9 @@ impl Kind {
     /// The instance, through a problem that asks for it.
     fn instance(self) -> Option<Instance> {
         let (dim, value_dim) = self.dims;
-        let mut spec = ProblemSpec::new(self.q_dtype, 1, 1, dim, &[1], &[1]);
+        // A row of a group of two leaves most of a tile empty.
+        let heads = if self.is_packed { 2 } else { 1 };
+        let mut spec = ProblemSpec::new(self.q_dtype, heads, 1, dim, &[1], &[1]);
         spec.value_dim = value_dim;
         spec.kv_dtype = self.kv_dtype;
         spec.alibi = self.is_general;
@@ -149,6 +153,12 @@ fn forward_kinds() -> Vec<Kind> {
         kinds.push(Kind { is_capped: true, ..hopper });
     }
     kinds.push(Kind { is_paged: true, ..Kind::hopper(BF16, (64, 64), ROWS_128_LONG) });
+    // Short prompts of grouped heads.
+    for is_paged in [false, true] {
+        let hopper = Kind::hopper(BF16, (128, 128), ROWS_128_LONG);
+        kinds.push(Kind { is_packed: true, is_paged, ..hopper });
+    }
+    kinds.push(Kind { is_packed: true, ..Kind::hopper(BF16, (64, 64), ROWS_128_LONG) });
     for (dim, tile) in [(64, ROWS_192), (128, ROWS_192_FP8), (256, ROWS_128_FP8)] {
         kinds.push(Kind::hopper(E4M3, (dim, dim), tile));
     }
@@ -206,7 +216,7 @@ mod tests {
     #[test]
     fn shipped_instances_are_few_and_distinct() {
         let all = shipped();
-        assert!((50..=72).contains(&all.len()), "{}", all.len());
+        assert!((50..=75).contains(&all.len()), "{}", all.len());
         for (n, instance) in all.iter().enumerate() {
             assert!(all[n + 1..].iter().all(|other| other.spec != instance.spec));
         }

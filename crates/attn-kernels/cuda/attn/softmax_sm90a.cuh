@@ -167,9 +167,8 @@ struct Softmax {
     shift = exponent.shift(max[half]);
     correction = ptx::ex2_approx_ftz_f32(exponent.of_max(before, shift));
     if constexpr (config::IS_FP8) {
-      if (__any_sync(~0u, max[half] != NEG_INF && exponent.is_far(shift))) {
-        top = come_near(half, top, before, shift, correction);
-      }
+      const bool is_far = max[half] != NEG_INF && exponent.is_far(shift);
+      if (__any_sync(~0u, is_far)) top = come_near(half, is_far, top, before, shift, correction);
     }
     sum[half] *= correction;
     if constexpr (config::IS_FP8) {
@@ -182,11 +181,14 @@ struct Softmax {
   }
 
   // Makes the scores of a row relative to its maximum, where the exponents' shift would be too
-  // coarse; the answer is the largest one.
-  __device__ float come_near(int half, float top, float before, float& shift, float& correction) {
-    const float near = max[half] == NEG_INF ? 0.0f : max[half];
+  // coarse; the answer is the largest one. Rows that are near stay bit by bit what they are: others
+  // of the warp, which may belong to no sequence, must not decide how they are computed.
+  __device__ float come_near(int half, bool is_far, float top, float before, float& shift,
+                             float& correction) {
+    const float near = is_far ? max[half] : 0.0f;
 #pragma unroll
     for (int j = 0; j < SCORES / 2; ++j) scores[j / 2 * 4 + half * 2 + j % 2] -= near;
+    if (!is_far) return top;
     shift = -config::WEIGHT_EXPONENT;
     correction =
         before == NEG_INF ? 0.0f : ptx::ex2_approx_ftz_f32((before - near) * exponent.units.base2);

@@ -9,7 +9,7 @@
 // Who executes: a grid of as many blocks as run at once, each taking units of work until none is
 // left.
 // Shared-memory map: attn/ring_sm90a.cuh.
-// What it does not do: caches of another type than queries, packed heads, pages of no multiple of 8
+// What it does not do: caches of another type than queries, pages of no multiple of 8
 // rows (kernel/prefill.cu).
 
 #include "attn/consume_sm90a.cuh"

@@ -12,9 +12,7 @@ use crate::spec::{Entry, KernelSpec};
 /// of them, and beside a row's output in registers.
 pub(crate) fn tiles(problem: &Problem) -> &'static [Tile] {
     let (dim, value_dim) = dims(problem);
-    // All rows fit a tile of two consumers.
-    let rows = problem.lengths().longest_q().saturating_mul(pack(problem, ROWS_128));
-    let is_short = rows <= ROWS_128.q && !problem.options().batch_invariant;
+    let is_short = is_short(problem);
     let options = Options::of(problem);
     let is_plain = options == Options::default() && problem.cache_layout().is_none();
     match (dim, value_dim) {
@@ -41,6 +39,20 @@ pub(crate) fn tiles(problem: &Problem) -> &'static [Tile] {
         _ if problem.q_dtype().is_fp8() && options.general != GENERAL => &[ROWS_128_SHORT],
         _ => &[Tile { q: 128, kv: 64 }],
     }
+}
+
+/// Whether one or two tiles of 128 flat rows hold all, and no more than those of 192 would.
+fn is_short(problem: &Problem) -> bool {
+    let rows = problem.lengths().longest_q();
+    // Flat rows of whole tiles, and the heads that they are of.
+    let filled = |tile: Tile| {
+        let pack = pack(problem, tile);
+        (rows.saturating_mul(pack).div_ceil(tile.q).saturating_mul(tile.q), pack)
+    };
+    let ((narrow, narrow_pack), (wide, wide_pack)) = (filled(ROWS_128), filled(ROWS_192));
+    !problem.options().batch_invariant
+        && narrow <= 2 * ROWS_128.q
+        && narrow.saturating_mul(wide_pack) <= wide.saturating_mul(narrow_pack)
 }
 
 const ROWS_128: Tile = Tile { q: 128, kv: 128 };
@@ -245,6 +257,18 @@ mod tests {
         assert_eq!((with((8, 2), 4096, false), with((8, 8), 20, false)), (1, 1));
         // No whole positions make a tile.
         assert_eq!(with((6, 2), 20, false), 1);
+    }
+
+    #[test]
+    fn short_rows_take_the_tile_that_they_fill_better() {
+        let first = |heads: (usize, usize), rows: usize| {
+            let spec = ProblemSpec::new(DType::BF16, heads.0, heads.1, 64, &[rows], &[900]);
+            tiles(&Problem::new(spec).expect("valid"))[0].q
+        };
+        assert_eq!((first((8, 8), 20), first((8, 8), 256), first((8, 8), 192)), (128, 128, 192));
+        assert_eq!((first((8, 8), 512), first((8, 2), 64)), (192, 128));
+        // Groups of three divide 192 alone: 60 flat rows of three heads against 20 of one.
+        assert_eq!(first((6, 2), 20), 192);
     }
 
     #[test]
