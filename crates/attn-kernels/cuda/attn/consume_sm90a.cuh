@@ -38,9 +38,10 @@ struct Consumer : Softmax {
 
   const Block& block;
   const u32 consumer;
-  u32 taken = 0;  // tiles whose values have been met
-  u32 units = 0;  // tiles of queries that have been met
-  u32 order = 0;  // units that were handed out
+  u32 taken = 0;            // tiles whose values have been met
+  u32 units = 0;            // tiles of queries that have been met
+  u32 order = 0;            // units that were handed out
+  bool has_output = false;  // of the present unit
 
   float output[OUTPUTS];
 
@@ -83,8 +84,10 @@ struct Consumer : Softmax {
     for (int step = 0; step < config::BLOCK_N / config::PRODUCT_STEP; ++step) {
       const u32 a[4] = {weights[step * 4], weights[step * 4 + 1], weights[step * 4 + 2],
                         weights[step * 4 + 3]};
-      Sum::rs(output, a, config::IS_FP8 ? b.columns<config::VALUE_DIM>(step) : b.rows(step), 1);
+      Sum::rs(output, a, config::IS_FP8 ? b.columns<config::VALUE_DIM>(step) : b.rows(step),
+              step != 0 || has_output);
     }
+    has_output = true;
     ptx::wgmma_commit_group();
   }
 
@@ -135,35 +138,42 @@ struct Consumer : Softmax {
     }
   }
 
-  // Turns scores into weights under the maxima; `correction` is what the output so far must be
-  // multiplied by, and the answer whether any row of the warp needs it.
+  // Turns the scores of a unit's first tile, or of a later one, into weights under the maxima.
+  // After a later one the output so far must be corrected.
   //
   // BESIDE: products of earlier weights are under way. They end, and give `values` back, when one
   // row's exponentials have been started, so that the other's may be rounded into the registers
   // that those weights leave.
-  template <bool BESIDE>
-  __device__ bool weigh(float (&correction)[2], u32 values) {
-    float shift[2];
-    bool has_grown = raise(0, shift[0], correction[0]);
-    weigh_row(0, shift[0]);
-    has_grown |= raise(1, shift[1], correction[1]);
-    if constexpr (BESIDE) {
-      wait_products();
-      release(values);
+  template <bool FIRST, bool BESIDE>
+  __device__ void weigh(Correction (&corrections)[2], u32 values) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (FIRST) {
+        start_row(half);
+      } else {
+        corrections[half] = raise(half);
+      }
+      if (BESIDE && half == 1) {
+        wait_products();
+        release(values);
+      }
+      weigh_row(half);
     }
-    weigh_row(1, shift[1]);
     round_weights();
-    return __any_sync(~0u, has_grown);
   }
 
-  __device__ void clear_output() {
+  // Maxima of fp8 grow often, and in one row more often than in both; those of 16 bits hardly ever,
+  // and two branches cost more than they save.
+  __device__ void correct(const Correction (&corrections)[2]) {
+    const bool is_any = corrections[0].is_any || corrections[1].is_any;
 #pragma unroll
-    for (int j = 0; j < OUTPUTS; ++j) output[j] = 0.0f;
-  }
-
-  __device__ void rescale(const float (&correction)[2]) {
+    for (int half = 0; half < 2; ++half) {
+      if (!(config::IS_FP8 ? corrections[half].is_any : is_any)) continue;
 #pragma unroll
-    for (int j = 0; j < OUTPUTS; ++j) output[j] *= correction[j / 2 % 2];
+      for (int j = 0; j < OUTPUTS / 2; ++j) {
+        output[j / 2 * 4 + half * 2 + j % 2] *= corrections[half].factor;
+      }
+    }
   }
 
   // The next unit that the producer hands out, or null. It stays where it is until it is given
@@ -175,20 +185,16 @@ struct Consumer : Softmax {
     return one_of_warp(handed.is_unit) ? &handed : nullptr;
   }
 
-  // Ends the softmax of a unit's rows and starts the next unit's; `factor` is what the output is
-  // multiplied by.
-  __device__ void end_rows(const Unit& unit, float (&factor)[2]) {
-    finish_rows(p, unit, flat_row(unit), exponent, {max, sum, rounding}, factor);
-    reset_rows();
-  }
-
-  // Writes a unit's output and gives it back: the last but one that was handed out, if only as the
-  // end.
-  __device__ void finish(const Unit& unit, const float (&factor)[2]) {
+  // Writes a unit's rows and gives it back: the last but one that was handed out, if only as the
+  // end. By now the next unit's scales may be in place.
+  __device__ void finish(const Unit& unit, const Ends& ends) {
+    const Exponent own = config::IS_FP8 ? exponent_of(score_scale(p, unit)) : exponent;
+    float factor[2];
+    finish_rows(p, unit, flat_row(unit), own, ends, factor);
     const i32 warp = i32(threadIdx.x) / WARP - config::WARPGROUP / WARP;
     write_rows(p, unit, unit.first + warp * WARP_ROWS, factor,
                block.panels + u32(warp) * PANEL_BYTES, output);
-    clear_output();
+    has_output = false;
     ptx::mbarrier_arrive(block.handed_empty_of(order - 2));
   }
 
@@ -237,8 +243,8 @@ struct Consumer : Softmax {
     release(block.keys.empty_of(taken));
     scale_of(unit);
     settle(unit, seen_by_all(unit), first, is_cut(start));
-    float correction[2];
-    weigh<false>(correction, 0);
+    Correction none[2];
+    weigh<true, false>(none, 0);
     clear_past(unit, first, taken);
     return start;
   }
@@ -260,7 +266,6 @@ struct Consumer : Softmax {
   // already. Leaves the values of the first keys to be met.
   __device__ void attend(const Handed& handed, i32 start) {
     const Unit& unit = handed.unit;
-    float correction[2];
     i32 first = met(handed, start);
     const Keys all = seen_by_all(unit);
     const i32 tiles = tiles_of(handed);
@@ -273,7 +278,9 @@ struct Consumer : Softmax {
         first -= config::BLOCK_N;
       }
       settle(unit, all, first, is_cut(n));
-      if (weigh<true>(correction, block.values.empty_of(taken))) rescale(correction);
+      Correction corrections[2];
+      weigh<false, true>(corrections, block.values.empty_of(taken));
+      correct(corrections);
     }
     release(block.queries.empty_of(units));
     ++units;
@@ -291,12 +298,11 @@ struct Consumer : Softmax {
     start_both(taken + 1 + u32(start));
     if (start > 0) release(block.values.empty_of(taken + 1));
     settle(next, seen_by_all(next), first, is_cut(start));
-    float factor[2];
-    end_rows(handed.unit, factor);
+    const Ends ends = {{max[0], max[1]}, {sum[0], sum[1]}};
     scale_of(next);
-    float correction[2];
-    weigh<true>(correction, block.values.empty_of(taken));
-    finish(handed.unit, factor);
+    Correction none[2];
+    weigh<true, true>(none, block.values.empty_of(taken));
+    finish(handed.unit, ends);
     taken += 1 + u32(start);
     clear_past(next, first, taken);
     return start;
@@ -309,9 +315,7 @@ struct Consumer : Softmax {
     ptx::wgmma_wait_group<0>();
     release(block.values.empty_of(taken));
     ++taken;
-    float factor[2];
-    end_rows(unit, factor);
-    finish(unit, factor);
+    finish(unit, {{max[0], max[1]}, {sum[0], sum[1]}});
   }
 
   // Whether any row of this consumer is written.
@@ -344,8 +348,6 @@ struct Consumer : Softmax {
   // All units that the producer hands out.
   __device__ void run() {
     const Handed* handed = nullptr;  // the unit whose last values are to be met
-    reset_rows();
-    clear_output();
     for (;;) {
       const Handed* following = next();
       const bool is_met = following != nullptr && has_rows(following->unit);

@@ -49,9 +49,11 @@ constexpr float TANH_NEAREST = 0.12f;
 template <int SCORES>
 __device__ void cap_scores(float scale, float softcap, bool is_own, float (&scores)[SCORES]) {
   const float factor = scale / softcap;
-  float largest = 0.0f;
+  // Four at a time: one after the other would wait for each.
+  float tops[4] = {};
 #pragma unroll
-  for (int j = 0; j < SCORES; ++j) largest = fmaxf(largest, fabsf(scores[j]));
+  for (int j = 0; j < SCORES; ++j) tops[j % 4] = fmaxf(tops[j % 4], fabsf(scores[j]));
+  float largest = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
   largest = is_own ? largest * fabsf(factor) : 1.0f;
   if (__all_sync(~0u, largest < TANH_NEAREST)) {
     const CapSeries<NEAREST_TERMS> series(scale, factor * factor);

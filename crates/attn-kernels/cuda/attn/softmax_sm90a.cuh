@@ -35,6 +35,12 @@ __device__ inline Exponent exponent_of(float scale) {
                                                   : Units{scale, scale * LOG2E}};
 }
 
+// What a row's output so far must be multiplied by, and whether that of any row of the warp must.
+struct Correction {
+  bool is_any;
+  float factor;
+};
+
 struct Softmax {
   static constexpr int SCORES = config::BLOCK_N / 2;
   // Partial maxima of a row; three consumers of fp8 have no registers for more.
@@ -48,8 +54,9 @@ struct Softmax {
   float scores[SCORES];
   u32 weights[SCORES * config::ELEMENT_BYTES / 4];
   float max[2];
+  float shift[2];  // of the exponents, by the maximum
   float sum[2];
-  float rounding[2];  // fp8: what rounding added to the largest weight of each tile
+  bool is_far[2];  // fp8: whether any row of the warp is (Exponent::is_far)
 
   __device__ explicit Softmax(const ForwardParams& params)
       : p(params),
@@ -126,28 +133,8 @@ struct Softmax {
     return count >= 32 ? ~0u : (1u << max_of(count, 0)) - 1;
   }
 
-  // Starts the rows anew.
-  __device__ void reset_rows() {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      max[half] = NEG_INF;
-      sum[half] = 0.0f;
-      rounding[half] = 0.0f;
-    }
-  }
-
-  // Whether a maximum has stayed too far behind. Scales that differ by unit would want another
-  // register for the slack.
-  __device__ bool exceeds(float top, float before) const {
-    if constexpr (config::IS_FP8) {
-      return (top - before) * exponent.units.base2 > config::LATE_EXPONENT;
-    }
-    return top > before + slack;
-  }
-
-  // The new maximum of one of the lane's two rows: its shift, and whether it has grown;
-  // `correction` is what the row's output so far must be multiplied by.
-  __device__ bool raise(int half, float& shift, float& correction) {
+  // The largest score of one of the lane's two rows.
+  __device__ float top_of(int half) const {
     // TOPS at a time: one after the other would wait for each.
     float tops[TOPS];
 #pragma unroll
@@ -159,57 +146,57 @@ struct Softmax {
 #pragma unroll
     for (int j = 1; j < TOPS; ++j) top = fmaxf(top, tops[j]);
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    return fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+  }
+
+  // Takes over a maximum of a row.
+  __device__ void shift_by(int half, float top) {
+    max[half] = top;
+    shift[half] = exponent.shift(top);
+    if constexpr (config::IS_FP8) is_far[half] = __any_sync(~0u, is_far_row(half));
+  }
+
+  // The first tile of a row.
+  __device__ void start_row(int half) {
+    sum[half] = 0.0f;
+    shift_by(half, top_of(half));
+  }
+
+  // A later tile of a row. Most leave all maxima as they are, and one vote says so.
+  __device__ Correction raise(int half) {
+    const float top = top_of(half);
     const float before = max[half];
-    const bool grows = exceeds(top, before) || before == NEG_INF;
-    const bool is_late = !grows && top > before;
-    if (grows) max[half] = top;
-    shift = exponent.shift(max[half]);
-    correction = ptx::ex2_approx_ftz_f32(exponent.of_max(before, shift));
-    if constexpr (config::IS_FP8) {
-      const bool is_far = max[half] != NEG_INF && exponent.is_far(shift);
-      if (__any_sync(~0u, is_far)) top = come_near(half, is_far, top, before, shift, correction);
-    }
-    sum[half] *= correction;
-    if constexpr (config::IS_FP8) {
-      rounding[half] *= correction;
-      if (__any_sync(~0u, is_late)) {
-        rounding[half] += is_late ? rounding_of(exponent.of(top, shift)) : 0.0f;
-      }
-    }
-    return max[half] != before;
+    const bool grows = top > before + slack;
+    if (!__any_sync(~0u, grows)) return {false, 1.0f};
+    shift_by(half, grows ? top : before);
+    const float factor =
+        ptx::ex2_approx_ftz_f32(is_far_row(half) ? (before - max[half]) * exponent.units.base2
+                                                 : exponent.of_max(before, shift[half]));
+    sum[half] *= factor;
+    return {true, factor};
+  }
+
+  __device__ bool is_far_row(int half) const {
+    return config::IS_FP8 && max[half] != NEG_INF && exponent.is_far(shift[half]);
   }
 
   // Makes the scores of a row relative to its maximum, where the exponents' shift would be too
-  // coarse; the answer is the largest one. Rows that are near stay bit by bit what they are: others
-  // of the warp, which may belong to no sequence, must not decide how they are computed.
-  __device__ float come_near(int half, bool is_far, float top, float before, float& shift,
-                             float& correction) {
+  // coarse; the answer is the shift that is left. Rows that are near stay bit by bit what they are:
+  // others of the warp, which may belong to no sequence, must not decide how they are computed.
+  __device__ float come_near(int half) {
+    const bool is_far = is_far_row(half);
     const float near = is_far ? max[half] : 0.0f;
 #pragma unroll
     for (int j = 0; j < SCORES / 2; ++j) scores[j / 2 * 4 + half * 2 + j % 2] -= near;
-    if (!is_far) return top;
-    shift = -config::WEIGHT_EXPONENT;
-    correction =
-        before == NEG_INF ? 0.0f : ptx::ex2_approx_ftz_f32((before - near) * exponent.units.base2);
-    return top - near;
+    return is_far ? -config::WEIGHT_EXPONENT : shift[half];
   }
 
-  // A lane's share of what rounding adds to a row's largest weight of a tile, where the maximum has
-  // stayed behind: that leaves a weight that fp8 rounds, by up to a sixteenth, and the output of a
-  // row that has little else must be divided by it as it was rounded.
-  __device__ static float rounding_of(float exponent) {
-    const float weight = ptx::ex2_approx_ftz_f32(exponent);
-    const u16 rounded = ptx::cvt_rn_satfinite_e4m3x2_f32<__CUDA_ARCH__>(weight, weight);
-    const u32 pair = ptx::cvt_rn_f16x2_e4m3x2<__CUDA_ARCH__>(rounded);
-    return (ptx::cvt_f32_f16(u16(pair)) - weight) * 0.25f;
-  }
-
-  __device__ void weigh_row(int half, float shift) {
+  __device__ void weigh_row(int half) {
+    const float own = config::IS_FP8 && is_far[half] ? come_near(half) : shift[half];
 #pragma unroll
     for (int j = 0; j < SCORES / 2; ++j) {
       float& score = scores[j / 2 * 4 + half * 2 + j % 2];
-      score = ptx::ex2_approx_ftz_f32(exponent.of(score, shift));
+      score = ptx::ex2_approx_ftz_f32(exponent.of(score, own));
       sum[half] += score;
     }
   }

@@ -15,63 +15,69 @@
 
 #include "attn/produce_sm90a.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/opaque.cuh"
 
 namespace attn {
 
-// Chunks of 16 columns of either warp.
+// Chunks of 16 columns: warp w has every other one, from chunk w on. Blocks of 32 keys by a chunk.
 constexpr i32 WARP_CHUNKS = config::VALUE_DIM / 32;
+constexpr i32 CHUNK_BLOCKS = config::BLOCK_N / 32 * WARP_CHUNKS;
+// Blocks that are loaded at once, while those before them are turned and stored: more hide the
+// loads of narrow values, and of wide ones the products do, which leave no registers for more.
+constexpr i32 BATCH = config::VALUE_DIM == 64 ? 3 : 1;
 
-// Where a row of a chunk of 16 columns is in a tile of stored values.
-__device__ inline u32 stored_at(u32 tile, u32 row, u32 chunk) {
-  return tile + (chunk / 8 * u32(config::BLOCK_N) + row) * tile::PANEL_ROW_BYTES +
-         ((chunk % 8 ^ row % 8) << 4);
-}
-
-// Clears those of 32 rows of a tile of stored values, from row `first` on, that are outside lo ..
-// hi, in the warp's own columns; lane l has row `first` + l.
-__device__ inline void clear_stored(u32 tile, i32 first, u32 chunk, i32 lo, i32 hi) {
-  const i32 row = first + i32(threadIdx.x) % WARP;
-  if (row < lo || row >= hi) {
-    for (u32 i = 0; i < u32(WARP_CHUNKS); ++i) {
-      ptx::st_shared_v4_b32(stored_at(tile, u32(row), chunk + i), Vec16{});
+// Clears the rows of a tile of stored values that are outside lo .. hi, in the chunks of one warp.
+__device__ inline void clear_stored(u32 tile, u32 warp, i32 lo, i32 hi) {
+  for (i32 row = i32(threadIdx.x) % WARP; row < config::BLOCK_N; row += WARP) {
+    if (row >= lo && row < hi) continue;
+    for (i32 i = 0; i < WARP_CHUNKS; ++i) {
+      const u32 panel = tile + u32(i / 4 * config::BLOCK_N + row) * tile::PANEL_ROW_BYTES;
+      ptx::st_shared_v4_b32(panel + ((u32(i % 4 * 2) ^ warp ^ u32(row % 8)) << 4), Vec16{});
     }
   }
   __syncwarp();
 }
 
-// Transposes 32 keys of a tile, from key `first` on, in the warp's own columns, from chunk
-// `own_chunk` on.
-__device__ inline void transpose_keys(u32 from, u32 to, i32 first, u32 own_chunk) {
+// Transposes the chunks of one warp of a tile.
+__device__ inline void transpose_tile(u32 from, u32 to, u32 warp) {
   using namespace config;
-  constexpr u32 BATCH = WARP_CHUNKS % 4 == 0 ? 4 : 2;
-  const u32 lane = threadIdx.x % WARP;
-  // Lane l reads 16 columns of key `first` + l: matrix m of the four has keys 8 m .. 8 m + 7 in
+  const u32 lane = ptx::opaque(threadIdx.x % WARP);
+  // Lane l reads 16 columns of key l of a block: matrix m of the four has keys 8 m .. 8 m + 7 in
   // pairs of columns.
-  const u32 key = u32(first) + lane;
+  const u32 read = from + lane * tile::PANEL_ROW_BYTES + ((lane % 8 ^ warp) << 4);
   // Lane l writes a row of matrix l / 8, columns' row l % 8: sixteen keys of one column. Even and
   // odd columns take turns, so that the eight rows of a matrix are in eight different places of the
   // swizzle.
   const bool is_late = lane % 8 >= 4;
   const u32 column = lane % 8 * 2 + u32((lane / 8 % 2 != 0) != is_late);
-  const u32 place = u32(first) / 16 + lane / 16;
-  const u32 row = to + (place / 8 * u32(VALUE_DIM) + column) * tile::PANEL_ROW_BYTES +
-                  ((place % 8 ^ column % 8) << 4);
+  const u32 write =
+      to + (warp * 16 + column) * tile::PANEL_ROW_BYTES + ((lane / 16 ^ column % 8) << 4);
   // What this lane's registers hold is of columns 2 (l / 4) and the next.
   const u32 own = lane < 16 ? 0x6420 : 0x7531;
   const u32 other = lane < 16 ? 0x7531 : 0x6420;
-#pragma unroll 1
-  for (u32 batch = own_chunk; batch < own_chunk + WARP_CHUNKS; batch += BATCH) {
-    u32 pairs[BATCH][4];
+  u32 pairs[2][BATCH][4];
+  const auto load = [&](i32 first) {
 #pragma unroll
-    for (u32 i = 0; i < BATCH; ++i) {
-      ptx::ldmatrix_x4_trans(pairs[i], stored_at(from, key, batch + i));
+    for (i32 n = first; n < first + BATCH && n < CHUNK_BLOCKS; ++n) {
+      const i32 keys = n / WARP_CHUNKS * 32;
+      const i32 chunk = n % WARP_CHUNKS;
+      const u32 panel = u32(chunk / 4 * BLOCK_N + keys) * tile::PANEL_ROW_BYTES;
+      ptx::ldmatrix_x4_trans(pairs[n / BATCH % 2][n % BATCH],
+                             (read ^ u32(chunk % 4 * 2) << 4) + panel);
     }
+  };
+  load(0);
 #pragma unroll
-    for (u32 i = 0; i < BATCH; ++i) {
-      const u32(&p)[4] = pairs[i];
+  for (i32 first = 0; first < CHUNK_BLOCKS; first += BATCH) {
+    load(first + BATCH);
+#pragma unroll
+    for (i32 n = first; n < first + BATCH && n < CHUNK_BLOCKS; ++n) {
+      const i32 place = n / WARP_CHUNKS * 2;
+      const u32(&p)[4] = pairs[n / BATCH % 2][n % BATCH];
       const u32 turned[4] = {__byte_perm(p[0], p[1], own), __byte_perm(p[0], p[1], other),
                              __byte_perm(p[2], p[3], own), __byte_perm(p[2], p[3], other)};
-      ptx::stmatrix_x4(row + (batch + i) * 16 * tile::PANEL_ROW_BYTES, turned);
+      const u32 panel = u32(place / 8 * VALUE_DIM + n % WARP_CHUNKS * 32) * tile::PANEL_ROW_BYTES;
+      ptx::stmatrix_x4((write ^ u32(place % 8) << 4) + panel, turned);
     }
   }
 }
@@ -79,7 +85,7 @@ __device__ inline void transpose_keys(u32 from, u32 to, i32 first, u32 own_chunk
 // Transposes the values of all units. Both warps.
 __device__ inline void transpose_values(const ForwardParams& p, const Block& block) {
   using namespace config;
-  const u32 chunk = threadIdx.x / WARP % 2 * WARP_CHUNKS;
+  const u32 warp = threadIdx.x / WARP % 2;
   u32 taken = 0;
   for (u32 count = 0;; ++count) {
     wait(block.handed_full_of(count), count / HANDED_SLOTS & 1);
@@ -88,23 +94,20 @@ __device__ inline void transpose_values(const ForwardParams& p, const Block& blo
     const Unit& unit = handed.unit;
     const Visit* visits = block.visits_of(count);
     const i32 tiles = key_tiles(handed);
+    // The last tile, which comes first, may go past the sequence; a unit without keys has nothing
+    // else. Tiles of pages start with a box, before the first key that is seen.
+    const i32 past =
+        unit.keys.lo < unit.keys.hi ? unit.sequence.kv_len - met_tile(handed, visits, 0) : 0;
+    const i32 before = IS_PAGED ? unit.band.lo(unit.top) - met_tile(handed, visits, tiles - 1) : 0;
     for (i32 n = 0; n < tiles; ++n, ++taken) {
-      const i32 first = met_tile(handed, visits, n);
-      i32 lo = 0;
-      i32 hi = BLOCK_N;
-      // The last tile may go past the sequence; a unit without keys has nothing else.
-      if (n == 0) hi = unit.keys.lo < unit.keys.hi ? unit.sequence.kv_len - first : 0;
-      // Tiles of pages start with a box, before the first key that is seen.
-      if (IS_PAGED && n == tiles - 1) lo = unit.band.lo(unit.top) - first;
+      const i32 lo = IS_PAGED && n == tiles - 1 ? before : 0;
+      const i32 hi = n == 0 ? past : BLOCK_N;
       const u32 from = block.stored_values.tile<STORED_VALUE_BYTES>(taken);
       const u32 to = block.values.tile<VALUE_BYTES>(taken);
       block.stored_values.wait_full(taken);
       block.values.wait_empty(taken);
-#pragma unroll 1
-      for (i32 key = 0; key < BLOCK_N; key += 32) {
-        if (key < lo || key + 32 > hi) clear_stored(from, key, chunk, lo, hi);
-        transpose_keys(from, to, key, chunk);
-      }
+      if (lo > 0 || hi < BLOCK_N) clear_stored(from, warp, lo, hi);
+      transpose_tile(from, to, warp);
       ptx::fence_proxy_async_shared();
       ptx::mbarrier_arrive(block.values.full_of(taken));
       ptx::mbarrier_arrive(block.stored_values.empty_of(taken));

@@ -24,9 +24,8 @@ constexpr u32 PANEL_BYTES = WARP_ROWS * tile::PANEL_ROW_BYTES;
 
 // What a lane's two rows ended with.
 struct Ends {
-  const float (&max)[2];
-  const float (&sum)[2];
-  const float (&rounding)[2];  // fp8 (attn/softmax_sm90a.cuh)
+  float max[2];
+  float sum[2];
 };
 
 // The sum over the four lanes of a row.
@@ -58,10 +57,6 @@ __device__ inline void finish_rows(const ForwardParams& p, const Unit& unit, i32
           is_row ? result.lse : NEG_INF;
     }
     factor[half] = result.factor * v_scale;
-    if constexpr (config::IS_FP8) {
-      const float rounded = total + over_row(ends.rounding[half]);
-      if (total > 0.0f) factor[half] *= total * ptx::rcp_approx_ftz_f32(rounded);
-    }
   }
 }
 

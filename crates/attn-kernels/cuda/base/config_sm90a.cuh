@@ -43,11 +43,12 @@ constexpr bool IS_PACKED = ATTN_PACKED != 0;
 constexpr bool IS_BLOCKED = ATTN_BLOCKED != 0;
 
 // How many powers of two a row's maximum may stay behind, so that the output is rescaled once in
-// many tiles, and by how many weights are larger than relative to it. 16-bit floats lose nothing up
-// to 2^8. e4m3 has full precision from 2^-6 to 2^8: weights of 2^-10 of the maximum and more keep
-// it.
-constexpr float LATE_EXPONENT = IS_FP8 ? 4.0f : 8.0f;
-constexpr float WEIGHT_EXPONENT = IS_FP8 ? 4.0f : 0.0f;
+// many tiles. 16-bit floats lose nothing up to 2^8. Of fp8 a maximum never does: that would leave
+// the row's largest weight to be rounded, by up to a sixteenth.
+constexpr float LATE_EXPONENT = IS_FP8 ? 0.0f : 8.0f;
+// By how many powers of two weights are larger than relative to the maximum. e4m3 has full
+// precision from 2^-6 to 2^8: weights of 2^-14 of the maximum and more keep it.
+constexpr float WEIGHT_EXPONENT = IS_FP8 ? 8.0f : 0.0f;
 // Weights have few exponents.
 constexpr bool HAS_NARROW_WEIGHTS = IS_FP8;
 

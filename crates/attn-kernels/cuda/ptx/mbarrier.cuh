@@ -32,15 +32,16 @@ __device__ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
                : "memory");
 }
 
-// mbarrier.try_wait.parity.shared::cta.b64: whether the phase of this parity has ended; waits a
-// while for it.
+// mbarrier.try_wait.parity.shared::cta.b64: whether the phase of this parity has ended; waits up to
+// 10 ms for it, for a warp that asks again and again takes issue slots from the others.
 __device__ inline bool mbarrier_try_wait_parity(u32 barrier, u32 parity) {
   u32 has_ended;
   asm volatile(
-      "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; "
+      "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3; selp.u32 %0, 1, "
+      "0, p; "
       "}"
       : "=r"(has_ended)
-      : "r"(barrier), "r"(parity)
+      : "r"(barrier), "r"(parity), "r"(10'000'000)
       : "memory");
   return has_ended != 0;
 }

@@ -9,16 +9,23 @@ use bytemuck::{Pod, Zeroable};
 
 use super::lengths::{Division, Lengths, equal_lengths, written_rows};
 
-/// Units of a section of short rows: about two for each multiprocessor of a large device. Their heads' keys and values
-/// pass through the cache once.
+/// Units of a section where the longest sees few keys: about two for each multiprocessor of a large device. Their heads'
+/// keys and values pass through the cache once.
 const SHORT_SECTION: usize = 256;
 
-/// Units of a section of long rows: about four for each multiprocessor, for the longest unit is then a small part of what
-/// each of them does. On an H200 a sequence of 16k gained 2 % over sections of half the size, and rows of 512 lost 3 %.
+/// Units of a section of longer ones: about four for each multiprocessor, for the longest is then a small part of what
+/// each of them does. On an H200 rows of 2k gained 1 % over sections of half the size, and rows of 512 lost 3 %; so did a
+/// window of 4k over one head at a time.
 const LONG_SECTION: usize = 512;
 
-/// Tiles of a sequence from which on its rows are long.
-const LONG_TILES: usize = 16;
+/// Units of a section of the longest ones, which gained 0.5 to 1 % at 16k and lost 1 % at 8k.
+const LONGEST_SECTION: usize = 1024;
+
+/// Keys of a unit from which on it is long.
+const LONG_KEYS: usize = 2048;
+
+/// Keys of a unit from which on it is one of the longest.
+const LONGEST_KEYS: usize = 16384;
 
 /// Most bytes of a list and the tables beside it; more only where the tiles of one head alone are more.
 const MOST_BYTES: usize = 1 << 20;
@@ -53,9 +60,9 @@ impl Order {
         let heads = head_blocks(problem, pack);
         let narrow = |n: usize| i32::try_from(n).unwrap_or(i32::MAX);
         if let Some(uniform) = lengths.uniform {
-            let tiles = uniform.units as usize;
             let section = if grows(problem) {
-                divisor_near(heads.saturating_mul(problem.lengths().batch()), wanted(tiles), tiles)
+                let blocks = heads.saturating_mul(problem.lengths().batch());
+                divisor_near(blocks, wanted(longest(problem, tile, pack)), uniform.units as usize)
             } else {
                 1
             };
@@ -96,16 +103,26 @@ impl Order {
     }
 }
 
-/// Whether later rows see more keys, so that units differ.
+/// Whether later rows see more keys, so that units differ; under a window only the first ones see fewer, and these are
+/// what blocks end with.
 fn grows(problem: &Problem) -> bool {
-    let band = problem.band();
-    let longest = problem.lengths().longest_kv();
-    band.right.is_some() && band.left.is_none_or(|left| left >= longest)
+    problem.band().right.is_some()
 }
 
-/// Units that a section of sequences of so many tiles should have.
-const fn wanted(tiles: usize) -> usize {
-    if tiles < LONG_TILES { SHORT_SECTION } else { LONG_SECTION }
+/// Keys of the last unit of equal sequences, which sees the most of them.
+fn longest(problem: &Problem, tile: usize, pack: usize) -> usize {
+    let (q_len, kv_len) = (problem.lengths().longest_q(), problem.lengths().longest_kv());
+    let last = q_len.saturating_sub(1) * pack / tile.max(1) * tile / pack;
+    problem.band().rows(last.min(q_len)..q_len, q_len, kv_len).len()
+}
+
+/// Units of a section whose longest one sees so many keys.
+const fn wanted(keys: usize) -> usize {
+    match keys {
+        ..LONG_KEYS => SHORT_SECTION,
+        LONG_KEYS..LONGEST_KEYS => LONG_SECTION,
+        _ => LONGEST_SECTION,
+    }
 }
 
 fn head_blocks(problem: &Problem, pack: usize) -> usize {
@@ -126,7 +143,7 @@ fn all_tiles(problem: &Problem, tile: usize, pack: usize) -> usize {
 /// Blocks of heads of an entry of the list: as many as share a section, and as many as keep it short.
 fn list_section(problem: &Problem, tile: usize, pack: usize) -> usize {
     let (heads, tiles) = (head_blocks(problem, pack), all_tiles(problem, tile, pack).max(1));
-    let near = divisor_near(heads, LONG_SECTION, tiles);
+    let near = divisor_near(heads, LONGEST_SECTION, tiles);
     let tables = Division::Ordered { tile, pack }.tables(false, false).len() * size_of::<i64>();
     let tables = tables.saturating_mul(problem.lengths().batch() + 1);
     let most = MOST_BYTES.saturating_sub(tables) / size_of::<Entry>();
@@ -179,7 +196,11 @@ mod tests {
     #[test]
     fn equal_sequences_need_no_list() {
         let long = order(causal(&[16384], &[16384]), 128);
-        assert_eq!((long.section, long.entries.len()), (4, 0));
+        assert_eq!((long.section, long.entries.len()), (8, 0));
+        assert_eq!(order(causal(&[8192; 2], &[8192; 2]), 128).section, 8);
+        let mut window = causal(&[16384], &[16384]);
+        window.window_left = Some(4095);
+        assert_eq!(order(window, 128).section, 4);
         let short = order(causal(&[512; 32], &[512; 32]), 128);
         assert_eq!(short.section, 64);
     }
