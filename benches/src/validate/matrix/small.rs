@@ -37,7 +37,18 @@ fn prefill() -> Vec<Case> {
         let case = Case::new(name, BF16, (2, 1), dim, &[33], &[70]).causal();
         cases.push(case.value_dim(value_dim));
     }
+    // Heads of a group share tiles above; without a group each has its own.
+    for dim in [64, 128, 256] {
+        let alone = |name: &str, dtype| {
+            let name = format!("{name}_{dim}");
+            Case::new(name, dtype, (2, 2), dim, &[33, 5], &[70, 40]).causal()
+        };
+        cases.push(alone("alone", BF16));
+        let fp8 = alone("fp8", F8E4M3).scales(Scales::PerHead, Scales::PerHead);
+        cases.push(if dim == 128 { fp8.paged(Nhd, 16) } else { fp8 });
+    }
     cases.extend([
+        Case::new("alone_paged", BF16, (2, 2), 64, &[33, 5], &[70, 40]).paged(Hnd, 16),
         base("padded", 0).padded(),
         base("aligned_gaps", 1).q_at(Placement::AlignedGaps).kv_at(Placement::AlignedGaps),
     ]);
