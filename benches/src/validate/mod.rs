@@ -8,6 +8,7 @@ mod corpus;
 mod cuda;
 mod matrix;
 mod record;
+mod serving;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -25,8 +26,8 @@ pub(crate) struct Args {
     /// Which engine is judged.
     #[arg(long, value_enum, default_value_t = Backend::Cpu)]
     backend: Backend,
-    /// Only kernels of this family: prefill, decode or backward; on CUDA prefill, `prefill_sm90a`, decode, naive, merge,
-    /// append, copy or modes.
+    /// Only kernels of this family: prefill, decode or backward, or serving; on CUDA prefill, `prefill_sm90a`, decode,
+    /// naive, merge, append, copy, modes or serving.
     #[arg(long)]
     family: Option<String>,
     /// Only cases whose name contains this.
@@ -69,10 +70,18 @@ impl Backend {
     const fn families(self) -> &'static [&'static str] {
         match self {
             Self::Reference => &["prefill", "backward"],
-            Self::Cpu => &["prefill", "decode", "backward"],
-            Self::Cuda => {
-                &["naive", "prefill", "prefill_sm90a", "decode", "merge", "append", "copy", "modes"]
-            }
+            Self::Cpu => &["prefill", "decode", "backward", "serving"],
+            Self::Cuda => &[
+                "naive",
+                "prefill",
+                "prefill_sm90a",
+                "decode",
+                "merge",
+                "append",
+                "copy",
+                "modes",
+                "serving",
+            ],
         }
     }
 }
@@ -145,7 +154,12 @@ fn run_on_host(args: &Args) -> Result<(), ValidateError> {
         .filter(|case| case.name.contains(&args.only))
         .map(Case::build)
         .collect::<Result<_, _>>()?;
-    if cases.is_empty() {
+    let settings: Vec<_> = serving::SETTINGS
+        .into_iter()
+        .filter(|_| args.backend == Backend::Cpu && wanted.is_none_or(|family| family == "serving"))
+        .filter(|setting| format!("serving/{}", setting.name).contains(&args.only))
+        .collect();
+    if cases.is_empty() && settings.is_empty() {
         return Err(ValidateError::NoCase(args.only.clone()));
     }
     if args.backend == Backend::Reference {
@@ -157,6 +171,10 @@ fn run_on_host(args: &Args) -> Result<(), ValidateError> {
                 let engine = CpuEngine::with(threads, level)?;
                 corpus::judge_cpu(&cases, &engine, wanted, &mut tallies);
             }
+        }
+        for setting in settings {
+            let mut pages = serving::HostPages::new(setting, &engine)?;
+            serving::judge(setting, &mut pages, &mut tallies, || false);
         }
     }
     let subject = Subject::Host { machine: Machine::detect(&engine), levels };

@@ -25,7 +25,7 @@ use rayon::prelude::*;
 
 use super::matrix::{self, Group, Runs};
 use super::record::{Device, Earlier, Record, Subject, Tallies, Work, earlier};
-use super::{Args, ValidateError};
+use super::{Args, ValidateError, serving};
 use crate::device::{DeviceInputs, Gpu};
 use crate::machine;
 use forward::Selection;
@@ -86,13 +86,28 @@ impl Judge<'_> {
 /// A group of checks that are no cases of the matrix.
 type Special = fn(&mut Judge<'_>, &mut Tallies);
 
-const SPECIALS: [(&str, Special); 5] = [
+const SPECIALS: [(&str, Special); 6] = [
     ("long", long::judge),
     ("merge", merge::judge),
     ("append", cache::judge_append),
     ("copy", cache::judge_copy),
     ("modes", modes::judge),
+    ("serving", serve),
 ];
+
+/// Serving steps over pages on the device.
+fn serve(judge: &mut Judge<'_>, tallies: &mut Tallies) {
+    for setting in serving::SETTINGS {
+        let name = format!("serving/{}", setting.name);
+        if judge.is_small || !judge.wants("serving", &name) {
+            continue;
+        }
+        match serving::DevicePages::new(setting, &judge.gpu) {
+            Ok(mut pages) => serving::judge(setting, &mut pages, tallies, || judge.is_late()),
+            Err(error) => tallies.enter("serving", &name, Err(error.to_string())),
+        }
+    }
+}
 
 /// Judges everything and writes the record.
 pub(super) fn run(args: &Args) -> Result<(), ValidateError> {
