@@ -157,7 +157,7 @@ fn run_on_host(args: &Args) -> Result<(), ValidateError> {
     let settings: Vec<_> = serving::SETTINGS
         .into_iter()
         .filter(|_| args.backend == Backend::Cpu && wanted.is_none_or(|family| family == "serving"))
-        .filter(|setting| format!("serving/{}", setting.name).contains(&args.only))
+        .filter(|setting| setting.title().contains(&args.only))
         .collect();
     if cases.is_empty() && settings.is_empty() {
         return Err(ValidateError::NoCase(args.only.clone()));

@@ -98,7 +98,7 @@ const SPECIALS: [(&str, Special); 6] = [
 /// Serving steps over pages on the device.
 fn serve(judge: &mut Judge<'_>, tallies: &mut Tallies) {
     for setting in serving::SETTINGS {
-        let name = format!("serving/{}", setting.name);
+        let name = setting.title();
         if judge.is_small || !judge.wants("serving", &name) {
             continue;
         }

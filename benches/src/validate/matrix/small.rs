@@ -1,6 +1,6 @@
 //! The reduced matrix: every kernel, mask kind, cache and head dim once, for runs under a sanitizer.
 //!
-//! The invariant: about sixty small launches. A sanitizer makes each ten to fifty times slower and watches
+//! The invariant: about a hundred small launches. A sanitizer makes each ten to fifty times slower and watches
 //! accesses, not values, so one launch of a code path says what a hundred would.
 
 use super::{

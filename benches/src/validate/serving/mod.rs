@@ -10,8 +10,10 @@ mod story;
 #[cfg(test)]
 mod tests;
 
-use attn_core::{CacheLayout, Inputs, TensorView, ValueStorage};
-use attn_core::{DType, KvStorage, PageOrder, Problem, ProblemSpec, View};
+use attn_core::{
+    CacheLayout, DType, Inputs, KvStorage, PageOrder, Problem, ProblemSpec, TensorView,
+    ValueStorage, View,
+};
 use attn_paged::{
     Allocator, BlockCopy, BlockPool, Config, ErrorKind, Namespace, SeqId, SwappedGroup,
 };
@@ -37,7 +39,7 @@ const MOST_TOKENS: usize = 150;
 /// How pages are, and what steps there are.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Setting {
-    pub(super) name: &'static str,
+    name: &'static str,
     order: PageOrder,
     page_size: usize,
     /// Pages of the cache: fewer than the sequences may want, so that some must go.
@@ -75,6 +77,11 @@ pub(super) const SETTINGS: [Setting; 3] = [
 ];
 
 impl Setting {
+    /// What its steps' names start with.
+    pub(super) fn title(&self) -> String {
+        format!("serving/{}", self.name)
+    }
+
     fn layout(&self) -> Result<CacheLayout, attn_core::Error> {
         let value = ValueStorage::Separate(DIM);
         let (order, size) = (self.order, self.page_size);
@@ -155,7 +162,7 @@ pub(super) fn judge(
             tallies.unfinished += setting.steps - step;
             return;
         }
-        let name = format!("serving/{}_step{step}", setting.name);
+        let name = format!("{}_step{step}", setting.title());
         let outcome = serving.step().map_err(|failure| format!("{name}: {failure}"));
         let is_over = outcome.is_err();
         tallies.enter("serving", &name, outcome);

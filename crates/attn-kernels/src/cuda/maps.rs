@@ -37,7 +37,7 @@ pub(crate) fn forward<'a>(
     tile: Tile,
 ) -> Result<[TensorMap<'a>; 3], Error> {
     let pack = hopper::pack(problem, tile);
-    let own = Boxed { rows: tile.q / pack, heads: pack, ..four_axes(&inputs.q, tile.q) };
+    let own = Boxed { heads: pack, ..four_axes(&inputs.q, tile.q / pack) };
     let q = map(&mut caches.q, "q", &inputs.q, &own)?;
     let (k, v, axis) = match &inputs.kv {
         KvTensors::Dense { k, v } => (k, v, None),

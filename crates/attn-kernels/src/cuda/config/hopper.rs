@@ -12,7 +12,6 @@ use crate::spec::{Entry, KernelSpec};
 /// of them, and beside a row's output in registers.
 pub(crate) fn tiles(problem: &Problem) -> &'static [Tile] {
     let (dim, value_dim) = dims(problem);
-    let is_short = is_short(problem);
     let options = Options::of(problem);
     let is_plain = options == Options::default() && problem.cache_layout().is_none();
     match (dim, value_dim) {
@@ -20,7 +19,7 @@ pub(crate) fn tiles(problem: &Problem) -> &'static [Tile] {
         // tokens, and as fast at 512. Options, and pages beside a producer of few registers, take registers that three do
         // not have.
         (..=64, ..=64) if problem.q_dtype().is_fp8() || is_plain => {
-            if is_short {
+            if is_short(problem) {
                 &[ROWS_128, ROWS_192]
             } else {
                 &[ROWS_192, ROWS_128]
@@ -29,7 +28,7 @@ pub(crate) fn tiles(problem: &Problem) -> &'static [Tile] {
         (..=64, ..=64) => &[ROWS_128],
         // With 96 keys three consumers fit the registers, but for options: 833 to 873 TFLOP/s at 8k tokens, open.
         (..=128, ..=128) if problem.q_dtype().is_fp8() && options.general != GENERAL => {
-            if is_short { &[ROWS_128, ROWS_192_FP8] } else { &[ROWS_192_FP8, ROWS_128] }
+            if is_short(problem) { &[ROWS_128, ROWS_192_FP8] } else { &[ROWS_192_FP8, ROWS_128] }
         }
         (..=128, ..=128) => &[ROWS_128],
         // Beside 128 keys there is no room for the visits of long sequences.
