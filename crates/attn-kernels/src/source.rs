@@ -73,6 +73,7 @@ static FILES: &[SourceFile] = embed! {
     "ptx/barrier.cuh"
     "ptx/convert.cuh"
     "ptx/cp_async.cuh"
+    "ptx/global.cuh"
     "ptx/half.cuh"
     "ptx/ldmatrix.cuh"
     "ptx/math.cuh"

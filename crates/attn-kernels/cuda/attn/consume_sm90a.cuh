@@ -42,6 +42,7 @@ struct Consumer : Softmax {
   u32 units = 0;            // tiles of queries that have been met
   u32 order = 0;            // units that were handed out
   bool has_output = false;  // of the present unit
+  Keys seen;                // by all of this consumer's rows of the sequence, by band and length
 
   float output[OUTPUTS];
 
@@ -191,9 +192,9 @@ struct Consumer : Softmax {
     const Exponent own = config::IS_FP8 ? exponent_of(score_scale(p, unit)) : exponent;
     float factor[2];
     finish_rows(p, unit, flat_row(unit), own, ends, factor);
-    const i32 warp = i32(threadIdx.x) / WARP - config::WARPGROUP / WARP;
-    write_rows(p, unit, unit.first + warp * WARP_ROWS, factor,
-               block.panels + u32(warp) * PANEL_BYTES, output);
+    const u32 warp = (threadIdx.x - u32(config::WARPGROUP)) / WARP;
+    write_rows(p, unit, unit.first + i32(warp * WARP_ROWS), factor,
+               block.panels + warp * PANEL_BYTES, output);
     has_output = false;
     ptx::mbarrier_arrive(block.handed_empty_of(order - 2));
   }
@@ -214,11 +215,15 @@ struct Consumer : Softmax {
   // are given back unseen at its turn, which is passed on, and its values must be at the next one:
   // with a turn, all others have given the one before, and so what they had in the same stage.
   // `count`: the first tile.
-  __device__ i32 start_of(const Handed& handed, u32 count) const {
+  __device__ i32 start_of(const Handed& handed, u32 count) {
     const Unit& unit = handed.unit;
-    const i32 flat = unit.first + i32(consumer + 1) * config::CONSUMER_ROWS - 1;
-    const i32 last = row_of(p, unit, flat).position;
-    const i32 end = one_of_warp(unit.band.hi(min_of(last, unit.bottom)));
+    const i32 flat = unit.first + i32(consumer) * config::CONSUMER_ROWS;
+    const i32 top = row_of(p, unit, flat).position;
+    const i32 last = row_of(p, unit, flat + config::CONSUMER_ROWS - 1).position;
+    const i32 bottom = min_of(last, unit.bottom);
+    seen = {one_of_warp(unit.band.lo(bottom)),
+            one_of_warp(min_of(unit.band.hi(top), unit.keys.hi))};
+    const i32 end = one_of_warp(unit.band.hi(bottom));
     if (end > met(handed, 0) || tiles_of(handed) < 2) return 0;
     take_turn();
     release(block.keys.empty_of(count));
@@ -242,7 +247,7 @@ struct Consumer : Softmax {
     ptx::wgmma_wait_group<0>();
     release(block.keys.empty_of(taken));
     scale_of(unit);
-    settle(unit, seen_by_all(unit), first, is_cut(start));
+    settle(unit, seen, first, is_cut(start));
     Correction none[2];
     weigh<true, false>(none, 0);
     clear_past(unit, first, taken);
@@ -267,7 +272,6 @@ struct Consumer : Softmax {
   __device__ void attend(const Handed& handed, i32 start) {
     const Unit& unit = handed.unit;
     i32 first = met(handed, start);
-    const Keys all = seen_by_all(unit);
     const i32 tiles = tiles_of(handed);
 #pragma unroll 1
     for (i32 n = start + 1; n < tiles; ++n, ++taken) {
@@ -277,7 +281,7 @@ struct Consumer : Softmax {
       } else {
         first -= config::BLOCK_N;
       }
-      settle(unit, all, first, is_cut(n));
+      settle(unit, seen, first, is_cut(n));
       Correction corrections[2];
       weigh<false, true>(corrections, block.values.empty_of(taken));
       correct(corrections);
@@ -297,7 +301,7 @@ struct Consumer : Softmax {
     block.queries.wait_full(units);
     start_both(taken + 1 + u32(start));
     if (start > 0) release(block.values.empty_of(taken + 1));
-    settle(next, seen_by_all(next), first, is_cut(start));
+    settle(next, seen, first, is_cut(start));
     const Ends ends = {{max[0], max[1]}, {sum[0], sum[1]}};
     scale_of(next);
     Correction none[2];

@@ -80,9 +80,9 @@ __device__ void scale_scores(float scale, float softcap, bool is_own, float (&sc
   for (int j = 0; j < SCORES; ++j) scores[j] *= scale;
 }
 
-// Adds bias and ALiBi to the natural scores of a row, and hides what the boolean
-// mask hides. The lane has columns `column` and the next of every eight keys from `first` on;
-// `half` says which of its two rows this is.
+// Adds bias and ALiBi to the natural scores of a row, and hides what the boolean mask hides. The
+// lane has columns `column` and the next of every eight keys from `first` on; `half` says which of
+// its two rows this is.
 template <int SCORES>
 __device__ void apply_options(const ForwardParams& p, const Unit& unit, const Row& row, i32 first,
                               i32 column, int half, float (&scores)[SCORES]) {

@@ -15,6 +15,7 @@
 #include "attn/rows.cuh"
 #include "attn/softmax.cuh"
 #include "attn/split.cuh"
+#include "ptx/global.cuh"
 #include "ptx/math.cuh"
 #include "ptx/shared.cuh"
 
@@ -57,7 +58,7 @@ __device__ inline void write_columns(const ForwardParams& p, const Unit& unit, i
   for (int word = 0; word < 4; ++word) {
     packed.word[word] = is_row ? warp::round_pair(x[word * 2], x[word * 2 + 1]) : 0;
   }
-  *reinterpret_cast<Vec16*>(query_row<u16>(p.o, unit, position, head) + column) = packed;
+  ptx::st_global_v4_b32(query_row<u16>(p.o, unit, position, head) + column, packed);
 }
 
 // One team: through shared memory at `memory`, which no warp reads any more.
@@ -112,8 +113,9 @@ __device__ inline void write_alone(const ForwardParams& p, const Unit& unit, i32
     for (int panel = 0; panel < Tile::COUNT; ++panel) {
       const i32 column = panel * Tile::WIDTH + chunk * 8;
       if (column < p.value_dim) {
-        *reinterpret_cast<Vec16*>(to + column) =
-            ptx::ld_shared_v4_b32(memory + Tile::offset(row, panel * Tile::CHUNKS + chunk));
+        ptx::st_global_v4_b32(
+            to + column,
+            ptx::ld_shared_v4_b32(memory + Tile::offset(row, panel * Tile::CHUNKS + chunk)));
       }
     }
   }

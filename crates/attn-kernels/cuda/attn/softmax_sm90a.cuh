@@ -70,17 +70,13 @@ struct Softmax {
 
   // The lane's first flat row; the other one is 8 below.
   __device__ i32 flat_row(const Unit& unit) const {
-    const i32 thread = i32(ptx::opaque(threadIdx.x)) - config::WARPGROUP;
-    return unit.first + thread / WARP * WARP_ROWS + thread % WARP / 4;
-  }
-
-  // Keys that all rows of a unit see, by band and length.
-  __device__ static Keys seen_by_all(const Unit& unit) {
-    return {unit.full.lo, min_of(unit.full.hi, unit.keys.hi)};
+    const u32 thread = ptx::opaque(threadIdx.x) - u32(config::WARPGROUP);
+    return unit.first + i32(thread / WARP * WARP_ROWS + thread % WARP / 4);
   }
 
   // Does to the scores of the tile of keys that starts at `first` what options, masks, band and
-  // length want. `is_cut`: the block mask hides some of it.
+  // length want. `all`: the keys that all of the consumer's rows see. `is_cut`: the block mask
+  // hides some of the tile.
   __device__ void settle(const Unit& unit, Keys all, i32 first, bool is_cut) {
     const bool is_clear = first >= all.lo && first + config::BLOCK_N <= all.hi;
     // What is hidden must not decide how the rest is computed.
@@ -93,7 +89,7 @@ struct Softmax {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           apply_options(p, unit, row_of(p, unit, flat_row(unit) + half * 8), first,
-                        i32(threadIdx.x) % 4 * 2, half, scores);
+                        i32(threadIdx.x % 4 * 2), half, scores);
         }
       }
     }
@@ -102,12 +98,12 @@ struct Softmax {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           hide_blocks(p, unit, row_of(p, unit, flat_row(unit) + half * 8), first,
-                      i32(threadIdx.x) % 4 * 2, half, scores);
+                      i32(threadIdx.x % 4 * 2), half, scores);
         }
       }
     }
     if (is_clear) return;
-    const i32 start = first + i32(threadIdx.x) % 4 * 2;
+    const i32 start = first + i32(threadIdx.x % 4 * 2);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Keys seen = unit.keys_at(row_of(p, unit, flat_row(unit) + half * 8).position);
@@ -162,7 +158,7 @@ struct Softmax {
     shift_by(half, top_of(half));
   }
 
-  // A later tile of a row. Most leave all maxima as they are, and one vote says so.
+  // A later tile of a row. Of 16 bits most leave all maxima as they are, and one vote says so.
   __device__ Correction raise(int half) {
     const float top = top_of(half);
     const float before = max[half];

@@ -11,6 +11,7 @@
 #include "attn/exponent.cuh"
 #include "attn/row_sm90a.cuh"
 #include "base/config_sm90a.cuh"
+#include "ptx/global.cuh"
 #include "ptx/half.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/opaque.cuh"
@@ -45,6 +46,9 @@ __device__ inline void finish_rows(const ForwardParams& p, const Unit& unit, i32
                                    const Exponent& exponent, const Ends& ends, float (&factor)[2]) {
   const float v_scale =
       config::IS_FP8 ? per_head(p.v_scale, unit.sequence.index, unit.kv_head, 1.0f) : 1.0f;
+  float* const lse = static_cast<float*>(p.lse.data);
+  const bool writes = lse != nullptr && threadIdx.x % 4 == 0;
+  const i64 place = query_offset(p.lse, unit.sequence, flat, unit.head);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const Row row = row_of(p, unit, flat + half * 8);
@@ -52,28 +56,43 @@ __device__ inline void finish_rows(const ForwardParams& p, const Unit& unit, i32
     const bool is_row = row.position < unit.sequence.q_len;
     const float sink = is_row ? sink_of(p, unit, row.head) : NEG_INF;
     const RowResult result = finish_row(ends.max[half], total, exponent, sink);
-    if (p.lse.data != nullptr && row.position < unit.rows && threadIdx.x % 4 == 0) {
-      static_cast<float*>(p.lse.data)[query_offset(p.lse, unit.sequence, row.position, row.head)] =
-          is_row ? result.lse : NEG_INF;
+    if (writes && row.position < unit.rows) {
+      const i64 own = config::IS_PACKED ? query_offset(p.lse, unit.sequence, row.position, row.head)
+                                        : place + half * 8 * p.lse.row;
+      lse[own] = is_row ? result.lse : NEG_INF;
     }
     factor[half] = result.factor * v_scale;
   }
 }
 
-// Writes the output of a warp's rows, of which `first` is the first flat one, padding included.
-// `panel`: the warp's own.
+// Writes the output of a warp's rows, of which `first` is the first flat one. Of padding it makes 0
+// of `output`, which may be anything, and of `factor`. `panel`: the warp's own.
 template <int OUTPUTS>
-__device__ void write_rows(const ForwardParams& p, const Unit& unit, i32 first,
-                           const float (&factor)[2], u32 panel, const float (&output)[OUTPUTS]) {
-  const i32 lane = i32(ptx::opaque(threadIdx.x % WARP));
-  const i32 own = first + lane / 4;
+__device__ void write_rows(const ForwardParams& p, const Unit& unit, i32 first, float (&factor)[2],
+                           u32 panel, float (&output)[OUTPUTS]) {
+  const u32 lane = ptx::opaque(threadIdx.x % WARP);
+  const i32 own = first + i32(lane / 4);
   const bool is_row[2] = {row_of(p, unit, own).position < unit.sequence.q_len,
                           row_of(p, unit, own + 8).position < unit.sequence.q_len};
-  // Matrix m of four is of rows 8 (m % 2) .. and of piece m / 2.
-  const u32 down = panel + u32(lane % WARP_ROWS) * tile::PANEL_ROW_BYTES;
-  const u32 up = panel + u32(lane / 8) * tile::PANEL_ROW_BYTES;
-  u16* const output_of = static_cast<u16*>(p.o.data) + lane % 8 * 8;
-  const i64 first_line = query_offset(p.o, unit.sequence, first + lane / 8, unit.head);
+  if (!__all_sync(~0u, is_row[0] && is_row[1])) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (is_row[half]) continue;
+      factor[half] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < OUTPUTS / 2; ++j) output[j / 2 * 4 + half * 2 + j % 2] = 0.0f;
+    }
+  }
+  // Pieces of 16 bytes are swizzled by the row. Matrix m of four is of rows 8 (m % 2) .. and of
+  // piece m / 2; a lane reads a piece of row lane / 8, of 4 more and so on.
+  const u32 down = panel + lane % WARP_ROWS * tile::PANEL_ROW_BYTES + ((lane / 16 ^ lane % 8) << 4);
+  const u32 up = panel + lane / 8 * tile::PANEL_ROW_BYTES + ((lane / 8 ^ lane % 8) << 4);
+  const i32 own_line = first + i32(lane / 8);
+  u16* const column = static_cast<u16*>(p.o.data) + lane % 8 * 8;
+  u16* const own_lines = column + query_offset(p.o, unit.sequence, own_line, unit.head);
+  const i64 four_rows = p.o.row * 4;
+  const i32 columns = p.value_dim - i32(lane % 8 * 8);
+  const i32 lines = unit.rows - own_line;
 #pragma unroll
   for (int part = 0; part < OUTPUTS / 32; ++part) {
     __syncwarp();
@@ -83,25 +102,25 @@ __device__ void write_rows(const ForwardParams& p, const Unit& unit, i32 first,
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
         const int at = part * 32 + (piece + m / 2) * 4 + m % 2 * 2;
-        pairs[m] = is_row[m % 2]
-                       ? round_pair(output[at] * factor[m % 2], output[at + 1] * factor[m % 2])
-                       : 0;
+        pairs[m] = round_pair(output[at] * factor[m % 2], output[at + 1] * factor[m % 2]);
       }
-      ptx::stmatrix_x4(down + ((u32(piece + lane / 16) ^ u32(lane % 8)) << 4), pairs);
+      ptx::stmatrix_x4(down ^ u32(piece) << 4, pairs);
     }
     __syncwarp();
-    const bool has_column = part * 64 + lane % 8 * 8 < p.value_dim;
+    if (part * 64 >= columns) continue;
+    u16* next = own_lines;
 #pragma unroll
-    for (int i = 0; i < WARP_ROWS / 4; ++i) {
-      const u32 swizzled = u32(lane % 8) ^ u32((lane / 8 + i * 4) % 8);
-      const Vec16 line =
-          ptx::ld_shared_v4_b32(up + u32(i * 4) * tile::PANEL_ROW_BYTES + (swizzled << 4));
-      const Row row = row_of(p, unit, first + lane / 8 + i * 4);
-      const i64 at = config::IS_PACKED ? query_offset(p.o, unit.sequence, row.position, row.head)
-                                       : first_line + i64(i * 4) * p.o.row;
-      if (has_column && row.position < unit.rows) {
-        *reinterpret_cast<Vec16*>(output_of + at + part * 64) = line;
+    for (int i = 0; i < WARP_ROWS / 4; ++i, next += four_rows) {
+      u16* to = next;
+      bool is_written = i * 4 < lines;
+      if constexpr (config::IS_PACKED) {
+        const Row row = row_of(p, unit, own_line + i * 4);
+        to = column + query_offset(p.o, unit.sequence, row.position, row.head);
+        is_written = row.position < unit.rows;
       }
+      const Vec16 line =
+          ptx::ld_shared_v4_b32((up ^ u32(i % 2 * 4) << 4) + u32(i * 4) * tile::PANEL_ROW_BYTES);
+      if (is_written) ptx::st_global_v4_b32(to + part * 64, line);
     }
   }
 }

@@ -4,13 +4,13 @@
 //
 // Source: J. Shah et al., "FlashAttention-3", arXiv:2407.08608, algorithms 1 and 2.
 // Tensors: base/params.cuh; q, k and v through tensor maps of four axes (element, head, row,
-// sequence, or element, head, slot, page), boxes of 128 bytes and a tile's or a page's rows under a
-// swizzle of 128 bytes.
+// sequence, or element, head, slot, page), boxes of 128 bytes and a tile's or a page's rows, of
+// queries of all heads that share a tile, under a swizzle of 128 bytes.
 // Who executes: a grid of as many blocks as run at once, each taking units of work until none is
 // left.
 // Shared-memory map: attn/ring_sm90a.cuh.
-// What it does not do: caches of another type than queries, pages of no multiple of 8
-// rows (kernel/prefill.cu).
+// What it does not do: caches of another type than queries, pages of no multiple of 8 rows
+// (kernel/prefill.cu).
 
 #include "attn/consume_sm90a.cuh"
 #include "attn/transpose_sm90a.cuh"

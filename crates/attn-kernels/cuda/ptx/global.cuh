@@ -1,0 +1,18 @@
+// Stores to global memory; any thread, alone.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st
+
+#pragma once
+
+#include "base/types.cuh"
+
+namespace attn::ptx {
+
+// st.global.v4.b32, on 16 bytes: one store, where the compiler at times makes four of an
+// assignment. Minimum sm_80.
+__device__ inline void st_global_v4_b32(void* to, const Vec16& v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.word[0]), "r"(v.word[1]),
+               "r"(v.word[2]), "r"(v.word[3])
+               : "memory");
+}
+
+}  // namespace attn::ptx
