@@ -180,9 +180,8 @@ fn helpers() -> impl Iterator<Item = Instance> {
     let naive = naive.map(|(q, kv)| (config::naive_spec(q, kv), config::NAIVE_THREADS));
     let appends =
         appends.map(|(q, cache)| (config::append_kv_spec(q, cache), config::HELPER_THREADS));
-    let merges = [F16, BF16].map(config::merge_splits_spec);
     let states = [DType::F32, F16, BF16].map(config::merge_states_spec);
-    let others = merges.into_iter().chain(states).chain([config::copy_blocks_spec()]);
+    let others = states.into_iter().chain([config::copy_blocks_spec()]);
     let others = others.map(|spec| (spec, config::HELPER_THREADS));
     let all = naive.into_iter().chain(appends).chain(others);
     all.map(|(spec, threads)| Instance { spec, threads, dynamic_smem: 0 })

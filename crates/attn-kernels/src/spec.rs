@@ -22,8 +22,6 @@ pub enum Entry {
     PrefillSm90a,
     /// Few query rows over a long cache, split by keys.
     Decode,
-    /// Merges the partial results of a split decode.
-    MergeSplits,
     /// Merges pairs of output and log-sum-exp.
     MergeStates,
     /// Scatters new keys and values into pages.
@@ -34,18 +32,17 @@ pub enum Entry {
 
 impl Entry {
     /// Every entry.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 7] = [
         Self::Naive,
         Self::Prefill,
         Self::PrefillSm90a,
         Self::Decode,
-        Self::MergeSplits,
         Self::MergeStates,
         Self::AppendKv,
         Self::CopyBlocks,
     ];
 
-    /// The name in reports: `merge_splits`.
+    /// The name in reports: `merge_states`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -53,14 +50,13 @@ impl Entry {
             Self::Prefill => "prefill",
             Self::PrefillSm90a => "prefill_sm90a",
             Self::Decode => "decode",
-            Self::MergeSplits => "merge_splits",
             Self::MergeStates => "merge_states",
             Self::AppendKv => "append_kv",
             Self::CopyBlocks => "copy_blocks",
         }
     }
 
-    /// The name of the function in the compiled module: `attn_merge_splits`.
+    /// The name of the function in the compiled module: `attn_merge_states`.
     #[must_use]
     pub fn symbol(self) -> &'static str {
         match self {
@@ -68,7 +64,6 @@ impl Entry {
             Self::Prefill => "attn_prefill",
             Self::PrefillSm90a => "attn_prefill_sm90a",
             Self::Decode => "attn_decode",
-            Self::MergeSplits => "attn_merge_splits",
             Self::MergeStates => "attn_merge_states",
             Self::AppendKv => "attn_append_kv",
             Self::CopyBlocks => "attn_copy_blocks",
@@ -81,7 +76,7 @@ impl Entry {
         self != Self::PrefillSm90a || arch.name() == "sm_90a"
     }
 
-    /// Its file in the source tree: `kernel/merge_splits.cu`.
+    /// Its file in the source tree: `kernel/merge_states.cu`.
     #[must_use]
     pub fn file(self) -> &'static str {
         match self {
@@ -89,7 +84,6 @@ impl Entry {
             Self::Prefill => "kernel/prefill.cu",
             Self::PrefillSm90a => "kernel/prefill_sm90a.cu",
             Self::Decode => "kernel/decode.cu",
-            Self::MergeSplits => "kernel/merge_splits.cu",
             Self::MergeStates => "kernel/merge_states.cu",
             Self::AppendKv => "kernel/append_kv.cu",
             Self::CopyBlocks => "kernel/copy_blocks.cu",

@@ -7,11 +7,12 @@
 // Shared memory, dynamic, bytes: queries [BLOCK_M, HEAD_DIM] x 2, then TEAMS rings of TEAM_BYTES
 // (attn/stage.cuh); the output reuses all of it (attn/output.cuh). Static: what the block's threads
 // know alike, and in the general instance the visits (attn/visit.cuh).
-// What it does not do: choose sizes (the host does), join parts (kernel/merge_splits.cu).
+// What it does not do: choose sizes (the host does).
 
 #pragma once
 
 #include "attn/hide.cuh"
+#include "attn/merge.cuh"
 #include "attn/output.cuh"
 #include "attn/rows.cuh"
 #include "attn/softmax.cuh"
@@ -151,6 +152,7 @@ __device__ inline void forward(const ForwardParams& p) {
     write_together(p, unit, team, warp, softmax, o, exponent, v_scale,
                    reinterpret_cast<float*>(memory));
   }
+  if (unit.parts > 1 && ends_last(p, unit)) merge_parts(p, unit);
 }
 
 }  // namespace attn

@@ -1,13 +1,13 @@
 // The end of a unit: teams joined, rows divided by their denominators, and written.
 //
 // A sequence whose keys are one part gets its output here; of more parts each leaves its normalised
-// rows and their LSE for merge_splits. Rows past the sequence's length that are to be written
+// rows and their LSE for attn/merge.cuh. Rows past the sequence's length that are to be written
 // (padding) are 0 and -inf.
 // Tensors: o, lse and the partial results of ForwardParams. Who executes: all threads of the block,
 // behind a barrier after their last tile.
 // Shared memory: one team, a 16-bit tile [BLOCK_M, VALUE_DIM] in place of the queries and keys;
 // several, f32 [TEAMS, BLOCK_M, VALUE_DIM + 4], then maximum and sum [TEAMS, BLOCK_M] each.
-// What it does not do: join parts (kernel/merge_splits.cu).
+// What it does not do: join parts (attn/merge.cuh).
 
 #pragma once
 

@@ -3,8 +3,7 @@
 //
 // Source: T. Dao et al., "Flash-Decoding for long-context inference", 2023.
 // Tensors: base/params.cuh. Who executes: attn/forward.cuh. Shared-memory map: attn/forward.cuh.
-// What it does not do: join the parts of a sequence (kernel/merge_splits.cu); f32
-// (kernel/naive.cu).
+// What it does not do: f32 (kernel/naive.cu).
 
 #include "attn/forward.cuh"
 

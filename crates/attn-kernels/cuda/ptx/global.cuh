@@ -1,4 +1,4 @@
-// Stores to global memory; any thread, alone.
+// Loads and stores of global memory; any thread, alone.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st
 
 #pragma once
@@ -13,6 +13,22 @@ __device__ inline void st_global_v4_b32(void* to, const Vec16& v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.word[0]), "r"(v.word[1]),
                "r"(v.word[2]), "r"(v.word[3])
                : "memory");
+}
+
+// ld.global.cg: past the first-level cache, which does not see what other multiprocessors write.
+__device__ inline Vec16 ld_global_cg_v4_b32(const void* from) {
+  Vec16 v;
+  asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(from)
+               : "memory");
+  return v;
+}
+
+__device__ inline float ld_global_cg_f32(const float* from) {
+  float x;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
+  return x;
 }
 
 }  // namespace attn::ptx

@@ -316,11 +316,6 @@ pub(crate) fn naive_spec(q_dtype: DType, kv_dtype: DType) -> KernelSpec {
     KernelSpec::new(Entry::Naive, [("dtype", code(q_dtype)), ("kv_dtype", code(kv_dtype))])
 }
 
-/// The merge of a split's parts, for an output type.
-pub(crate) fn merge_splits_spec(dtype: DType) -> KernelSpec {
-    KernelSpec::new(Entry::MergeSplits, [("dtype", code(dtype))])
-}
-
 /// The merge of two states, for an output type.
 pub(crate) fn merge_states_spec(dtype: DType) -> KernelSpec {
     KernelSpec::new(Entry::MergeStates, [("dtype", code(dtype))])

@@ -23,8 +23,8 @@ pub(crate) fn ordered(problem: &Problem, _: &HostCaps, tile: Tile, _: Split) -> 
     Bytes::of(COUNTER_BYTES, 1) + tables + Order::bytes(problem, tile.q, pack)
 }
 
-/// Workspace of the portable kernels: prefix sums, and an f32 output row and LSE for each part of each row of sequences
-/// with more than one part.
+/// Workspace of the portable kernels: prefix sums, and an f32 output row, an LSE and a count for each part of each row of
+/// sequences with more than one part.
 pub(crate) fn tiles(problem: &Problem, _: &HostCaps, tile: Tile, split: Split) -> Bytes {
     let lengths = problem.lengths();
     let rows: usize = (0..lengths.batch())
@@ -33,7 +33,7 @@ pub(crate) fn tiles(problem: &Problem, _: &HostCaps, tile: Tile, split: Split) -
             parts => parts.saturating_mul(written_rows(problem, sequence)),
         })
         .fold(0, usize::saturating_add);
-    let row = problem.q_heads().saturating_mul(problem.value_dim() + 1);
+    let row = problem.q_heads().saturating_mul(problem.value_dim() + 2);
     let partials = rows.saturating_mul(row);
     // How heads are packed changes the number of units and not which tables there are.
     let division = Division::Tiles { tile: tile.q, pack: 1, split };
@@ -76,7 +76,8 @@ mod tests {
                 let division = Division::Tiles { tile: 16, pack: 4, split };
                 let lengths = Lengths::new(&problem, division).expect("small");
                 let tables = lengths.upload().len() * size_of::<i64>();
-                let all = tables + lengths.partial_bytes(64).expect("small");
+                let partials = lengths.partial_bytes(64).expect("small");
+                let all = tables + partials + lengths.count_bytes().expect("small");
                 assert_eq!(tiles(&problem, &host, TILE, split), Bytes(all as u64), "{split}");
             }
             let lengths = Lengths::new(&problem, Division::Rows).expect("small");

@@ -18,9 +18,9 @@ use super::capture::Captures;
 use super::event::Event;
 use super::lengths::{Division, Lengths, Table};
 use super::maps;
-use super::order::Order;
+use super::order::{COUNTER_BYTES, Order};
 use super::params::{self, Divisor};
-use super::workspace::{Key, Merge, Prepared, Ready, Workspace};
+use super::workspace::{Key, Prepared, Ready, Workspace};
 use super::{config, forward};
 use crate::catalog::catalog;
 use crate::error::Error;
@@ -212,11 +212,6 @@ impl CudaEngine {
         let lengths = Lengths::new(problem, division)?;
         let partial_bytes = lengths.partial_bytes(problem.value_dim())?;
         let function = self.modules.function(&config.spec, config.dynamic_smem)?;
-        let merger = if lengths.partial_rows > 0 {
-            Some(self.modules.function(&config::merge_splits_spec(problem.out_dtype()), 0)?)
-        } else {
-            None
-        };
         let is_persistent = config.spec.entry() == Entry::PrefillSm90a;
         let order = is_persistent.then(|| Order::new(problem, &lengths, tile, pack));
         let entries = order.as_ref().map_or(&[][..], |order| &order.entries);
@@ -225,7 +220,8 @@ impl CudaEngine {
         let tables = [prefixes, bytemuck::cast_slice(entries)].concat();
         let partials = workspace.partials(&self.context, partial_bytes)?;
         let memory = workspace.lengths(&self.context, tables.len())?;
-        let counters = is_persistent.then(|| workspace.counters(stream)).transpose()?;
+        let counted = if is_persistent { COUNTER_BYTES } else { lengths.count_bytes()? };
+        let counters = workspace.counters(stream, counted)?;
 
         let table = |table| lengths.offset(table).map_or(0, |at| memory.address() + at);
         let mut params = forward::template(problem, config.pack, split);
@@ -234,7 +230,6 @@ impl CudaEngine {
         params.unit_starts = table(Table::Units);
         params.partial_starts = table(Table::Partials);
         if let Some(order) = &order {
-            params.counter = counters.as_ref().map_or(0, |counters| counters.address());
             params.work = params::as_i32("units of work", lengths.blocks as usize)?;
             params.section = order.section;
             let visits = config::hopper::visits(problem, config.tile);
@@ -247,21 +242,10 @@ impl CudaEngine {
             params.uniform_units = Divisor::new(uniform.units);
             (params.uniform_q, params.uniform_kv) = (uniform.q_len, uniform.kv_len);
         }
-        let merge = merger.map(|function| {
-            let rows = usize::try_from(lengths.rows).unwrap_or(usize::MAX);
-            let blocks = warp_blocks(&[rows, problem.q_heads()]);
-            Merge {
-                function,
-                threads: config::HELPER_THREADS,
-                blocks,
-                row_starts: table(Table::Rows),
-            }
-        });
         let outputs = lengths.partial_rows.unsigned_abs() * problem.value_dim() as u64 * 4;
         let prepared = Prepared {
             key: Key::of(plan),
             lengths: Arc::clone(&memory),
-            counters,
             function,
             threads: config.threads,
             blocks: if is_persistent {
@@ -272,7 +256,6 @@ impl CudaEngine {
             },
             dynamic_smem: config.dynamic_smem,
             map_tile: is_persistent.then_some(config.tile),
-            merge,
             params,
             partial_outputs: outputs,
             used: 0,
@@ -282,7 +265,7 @@ impl CudaEngine {
             workspace.forget(&memory);
             return Err(error);
         }
-        Ok(workspace.insert(stream, prepared, partials))
+        Ok(workspace.insert(stream, prepared, partials, counters))
     }
 
     /// Runs a forward plan in stream order. Padding rows are written too: 0, and -inf for the LSE.
@@ -368,33 +351,26 @@ fn launch_forward(
     ready: Ready<'_>,
     stream: &CudaStream,
 ) -> Result<(), Error> {
-    let Ready { prepared, partials, maps: caches } = ready;
+    let Ready { prepared, partials, counters, maps: caches } = ready;
     let mut params = prepared.params;
     forward::fill(&mut params, problem, inputs, outputs)?;
     if let Some(partials) = partials {
         params.partial_o = partials.address();
         params.partial_lse = partials.address() + prepared.partial_outputs;
     }
-    let functions = [Some(&prepared.function), prepared.merge.as_ref().map(|m| &m.function)];
-    let own = [Some(&prepared.lengths), prepared.counters.as_ref(), partials];
+    params.counter = counters.map_or(0, |counters| counters.address());
+    let own = [Some(&prepared.lengths), counters, partials];
     let memory = || inputs.memory().chain(outputs.memory());
-    Captures::shared().hold(functions.into_iter().flatten(), own.into_iter().flatten(), memory());
+    Captures::shared().hold([&prepared.function].into_iter(), own.into_iter().flatten(), memory());
     let forward = Launch {
         dynamic_smem: prepared.dynamic_smem,
         ..Launch::new(&prepared.function, prepared.blocks, prepared.threads)
     };
-    let shaped = |error| with_shape(error, problem);
     match prepared.map_tile {
         None => forward.run(stream, &params, &[]),
         Some(tile) => forward.run(stream, &params, &maps::forward(caches, problem, inputs, tile)?),
     }
-    .map_err(shaped)?;
-    if let Some(merge) = &prepared.merge {
-        params.unit_starts = merge.row_starts;
-        let merge = Launch::new(&merge.function, merge.blocks, merge.threads);
-        merge.run(stream, &params, &[]).map_err(shaped)?;
-    }
-    Ok(())
+    .map_err(|error| with_shape(error, problem))
 }
 
 /// The kernel instances that runs of a plan launch, for a store to have them ready
@@ -403,10 +379,7 @@ fn launch_forward(
 /// # Errors
 /// [`Error::Plan`] for a plan of another engine or pass.
 pub fn instances(plan: &Plan) -> Result<Vec<KernelSpec>, Error> {
-    let config = config::forward(plan)?;
-    let is_split = config.spec.entry() != Entry::Naive && plan.split != Split::Whole;
-    let merge = is_split.then(|| config::merge_splits_spec(plan.problem.out_dtype()));
-    Ok([config.spec].into_iter().chain(merge).collect())
+    Ok(vec![config::forward(plan)?.spec])
 }
 
 /// A failed launch with the shape that it was for.

@@ -39,13 +39,13 @@ pub(crate) enum Division {
 
 impl Division {
     /// The tables that the kernels read, in the order of their upload: the forward of equal sequences has their lengths
-    /// as parameters, but not where their partial results are; the merge has neither.
+    /// as parameters, but not where their partial results are.
     pub(crate) const fn tables(self, are_equal: bool, has_parts: bool) -> &'static [Table] {
-        use Table::{Keys, Partials, Queries, Rows, Units};
+        use Table::{Keys, Partials, Queries, Units};
         match self {
             Self::Tiles { .. } | Self::Ordered { .. } if are_equal && !has_parts => &[],
-            Self::Tiles { .. } if are_equal => &[Queries, Keys, Partials, Rows],
-            Self::Tiles { .. } if has_parts => &[Queries, Keys, Units, Partials, Rows],
+            Self::Tiles { .. } if are_equal => &[Partials],
+            Self::Tiles { .. } if has_parts => &[Queries, Keys, Units, Partials],
             Self::Rows | Self::Tiles { .. } => &[Queries, Keys, Units],
             // The list names sequences.
             Self::Ordered { .. } => &[Queries, Keys],
@@ -60,8 +60,6 @@ pub(crate) struct Lengths {
     tables: Vec<i64>,
     /// Those that are uploaded.
     read: &'static [Table],
-    /// Rows that are written, padding included, over all sequences.
-    pub(crate) rows: i64,
     /// Blocks of the forward's grid.
     pub(crate) blocks: u32,
     /// Rows of partial results; 0 when no sequence has a second part.
@@ -92,13 +90,11 @@ pub(crate) enum Table {
     Units,
     /// Rows of partial results.
     Partials,
-    /// Rows that are written.
-    Rows,
 }
 
 impl Table {
     /// How many there are.
-    const COUNT: usize = 5;
+    const COUNT: usize = 4;
 }
 
 impl Lengths {
@@ -134,7 +130,6 @@ impl Lengths {
             let kv = if last { lengths.total_kv() as i64 } else { row(lengths.kv_rows(sequence)) };
             (tables[at(Table::Queries)], tables[at(Table::Keys)]) = (q, kv);
             tables[at(Table::Partials)] = partials;
-            tables[at(Table::Rows)] = rows;
             tables[at(Table::Units)] = if division == Division::Rows { rows } else { units };
             if last {
                 break;
@@ -166,7 +161,7 @@ impl Lengths {
         };
         let uniform = if division == Division::Rows { None } else { uniform(problem, units) };
         let read = division.tables(uniform.is_some(), partials > 0);
-        Ok(Self { tables, read, rows, blocks, partial_rows: partials, uniform })
+        Ok(Self { tables, read, blocks, partial_rows: partials, uniform })
     }
 
     /// What is uploaded: the tables that kernels read, one after the other.
@@ -189,6 +184,13 @@ impl Lengths {
     pub(crate) fn partial_bytes(&self, value_dim: usize) -> Result<usize, Error> {
         let rows = usize::try_from(self.partial_rows).unwrap_or(usize::MAX);
         let bytes = product(&[rows, value_dim + 1, size_of::<f32>()])?;
+        usize::try_from(bytes).map_err(|_| overflow("partial results"))
+    }
+
+    /// Bytes of the counts of parts that have ended, of which a tile of rows takes the one of its first row.
+    pub(crate) fn count_bytes(&self) -> Result<usize, Error> {
+        let rows = usize::try_from(self.partial_rows).unwrap_or(usize::MAX);
+        let bytes = product(&[rows, size_of::<u32>()])?;
         usize::try_from(bytes).map_err(|_| overflow("partial results"))
     }
 }
@@ -270,9 +272,9 @@ mod tests {
         // 4 parts of one tile; no rows; two tiles of 20 flat rows in two parts.
         assert_eq!(table(&got, Table::Units), [0, 4, 4, 8]);
         assert_eq!(table(&got, Table::Partials), [0, 32, 32, 112]);
-        assert_eq!(table(&got, Table::Rows), [0, 1, 1, 6]);
-        assert_eq!((got.blocks, got.partial_rows, got.rows), (16, 112, 6));
+        assert_eq!((got.blocks, got.partial_rows), (16, 112));
         assert_eq!(got.partial_bytes(64).expect("small"), 112 * 65 * 4);
+        assert_eq!(got.count_bytes().expect("small"), 112 * 4);
     }
 
     #[test]
@@ -298,7 +300,6 @@ mod tests {
         let got = divide(padded.clone(), tiles(16, 4, Split::Whole));
         assert_eq!(table(&got, Table::Units), [0, 2, 4]);
         assert_eq!(table(&got, Table::Queries), [0, 1, 6]);
-        assert_eq!(table(&got, Table::Rows), [0, 5, 10]);
         let rows = divide(padded, Division::Rows);
         assert_eq!(table(&rows, Table::Units), [0, 5, 10]);
         assert_eq!((rows.blocks, rows.partial_rows), (80, 0));
@@ -306,7 +307,7 @@ mod tests {
 
     #[test]
     fn only_tables_that_are_read_are_uploaded() {
-        use Table::{Keys, Partials, Queries, Rows, Units};
+        use Table::{Keys, Partials, Queries, Units};
         let (equal, unequal) = (spec(&[4, 4], &[64, 64]), spec(&[4, 5], &[64, 64]));
         let ordered = Division::Ordered { tile: 16, pack: 1 };
         let (whole, parts) = (tiles(16, 1, Split::Whole), tiles(16, 1, Split::Parts(2)));
@@ -314,11 +315,11 @@ mod tests {
             (&equal, Division::Rows, &[Queries, Keys, Units][..]),
             (&equal, ordered, &[]),
             (&equal, whole, &[]),
-            (&equal, parts, &[Queries, Keys, Partials, Rows]),
+            (&equal, parts, &[Partials]),
             (&unequal, Division::Rows, &[Queries, Keys, Units]),
             (&unequal, ordered, &[Queries, Keys]),
             (&unequal, whole, &[Queries, Keys, Units]),
-            (&unequal, parts, &[Queries, Keys, Units, Partials, Rows]),
+            (&unequal, parts, &[Queries, Keys, Units, Partials]),
         ] {
             let got = divide(spec.clone(), division);
             let upload = got.upload();
@@ -327,7 +328,7 @@ mod tests {
                 assert_eq!(got.offset(one), Some(n as u64 * 24), "{division:?} {one:?}");
                 assert_eq!(&upload[n * 3..][..3], got.table(one), "{division:?} {one:?}");
             }
-            let all = [Queries, Keys, Units, Partials, Rows];
+            let all = [Queries, Keys, Units, Partials];
             let absent = all.iter().filter(|table| !read.contains(table));
             assert!(absent.into_iter().all(|&table| got.offset(table).is_none()));
         }
@@ -338,7 +339,7 @@ mod tests {
         let empty = divide(spec(&[], &[]), tiles(64, 1, Split::Whole));
         assert_eq!((empty.blocks, empty.tables.as_slice()), (0, &[0; Table::COUNT][..]));
         let rows = divide(spec(&[0, 0], &[5, 0]), Division::Rows);
-        assert_eq!((rows.blocks, rows.rows), (0, 0));
+        assert_eq!(rows.blocks, 0);
         let mut headless = spec(&[4], &[4]);
         headless.q_heads = 0;
         assert_eq!(divide(headless, Division::Rows).blocks, 0);

@@ -11,7 +11,6 @@ use attn_core::{Family, Plan, Problem, Split, Tile};
 use cudarc::driver::{CudaContext, CudaStream};
 
 use super::maps;
-use super::order::COUNTER_BYTES;
 use super::params::ForwardParams;
 use crate::error::Error;
 use crate::launch::{Allocation, check_context};
@@ -32,7 +31,7 @@ const MAX_PLANS: usize = 8;
 pub struct Workspace {
     stream: Option<Arc<CudaStream>>,
     partials: Option<Arc<Allocation>>,
-    /// What blocks take units by: 0 between launches, of which one stream runs one at a time.
+    /// What blocks take units by, or count ended parts by: 0 between launches, of which one stream runs one at a time.
     counters: Option<Arc<Allocation>>,
     plans: Vec<Prepared>,
     /// Memory for lengths, of plans that made room for others.
@@ -48,6 +47,8 @@ pub(crate) struct Ready<'w> {
     pub(crate) prepared: &'w Prepared,
     /// Memory for partial results.
     pub(crate) partials: Option<&'w Arc<Allocation>>,
+    /// Where blocks take units as they go, or count the parts that have ended.
+    pub(crate) counters: Option<&'w Arc<Allocation>>,
     pub(crate) maps: &'w mut maps::Caches,
 }
 
@@ -57,29 +58,16 @@ pub(crate) struct Prepared {
     pub(crate) key: Key,
     /// The lengths, as [`super::lengths::Lengths`] lays them out, and the order of units; nothing for equal sequences.
     pub(crate) lengths: Arc<Allocation>,
-    /// Where blocks take units as they go.
-    pub(crate) counters: Option<Arc<Allocation>>,
     pub(crate) function: Arc<Function>,
     pub(crate) threads: u32,
     pub(crate) blocks: u32,
     pub(crate) dynamic_smem: u32,
     /// The tile that tensor maps are made for, where the kernel takes maps.
     pub(crate) map_tile: Option<Tile>,
-    pub(crate) merge: Option<Merge>,
     pub(crate) params: ForwardParams,
     /// Bytes of partial outputs, which come before the partial LSEs.
     pub(crate) partial_outputs: u64,
     pub(crate) used: u64,
-}
-
-/// The launch that merges the parts.
-#[derive(Debug)]
-pub(crate) struct Merge {
-    pub(crate) function: Arc<Function>,
-    pub(crate) threads: u32,
-    pub(crate) blocks: u32,
-    /// Prefix sums of the rows, which it has in place of units.
-    pub(crate) row_starts: u64,
 }
 
 /// What of a plan decides its launches.
@@ -160,7 +148,12 @@ impl Workspace {
     pub(crate) fn ready(&mut self, at: usize) -> Ready<'_> {
         self.clock += 1;
         self.plans[at].used = self.clock;
-        Ready { prepared: &self.plans[at], partials: self.partials.as_ref(), maps: &mut self.maps }
+        Ready {
+            prepared: &self.plans[at],
+            partials: self.partials.as_ref(),
+            counters: self.counters.as_ref(),
+            maps: &mut self.maps,
+        }
     }
 
     /// Memory for the lengths of one more plan: what a plan left, or that of the least recently used one, where it is
@@ -184,14 +177,23 @@ impl Workspace {
         Allocation::new(context, bytes.next_power_of_two().max(1 << 12))
     }
 
-    /// The counters, made to be 0 when they are first used.
-    pub(crate) fn counters(&self, stream: &CudaStream) -> Result<Arc<Allocation>, Error> {
-        if let Some(counters) = &self.counters {
-            return Ok(Arc::clone(counters));
+    /// So many bytes of counters, made to be 0 when they are first used; what there is where that is enough.
+    pub(crate) fn counters(
+        &self,
+        stream: &CudaStream,
+        bytes: usize,
+    ) -> Result<Option<Arc<Allocation>>, Error> {
+        match &self.counters {
+            _ if bytes == 0 => Ok(None),
+            Some(counters) if counters.bytes() >= bytes => Ok(Some(Arc::clone(counters))),
+            _ => {
+                // A quarter more, as of the partial results, in whole counters.
+                let bytes = bytes.saturating_add(bytes / 16 * 4);
+                let counters = Allocation::new(stream.context(), bytes)?;
+                counters.fill(stream, 0)?;
+                Ok(Some(counters))
+            }
         }
-        let counters = Allocation::new(stream.context(), COUNTER_BYTES)?;
-        counters.fill(stream, 0)?;
-        Ok(counters)
     }
 
     /// Memory for partial results; what there is where that is enough.
@@ -214,12 +216,15 @@ impl Workspace {
         stream: &Arc<CudaStream>,
         mut prepared: Prepared,
         partials: Option<Arc<Allocation>>,
+        counters: Option<Arc<Allocation>>,
     ) -> usize {
         self.stream.get_or_insert_with(|| Arc::clone(stream));
         if partials.is_some() {
             self.partials = partials;
         }
-        self.counters = self.counters.take().or_else(|| prepared.counters.clone());
+        if counters.is_some() {
+            self.counters = counters;
+        }
         self.clock += 1;
         prepared.used = self.clock;
         self.spare.retain(|memory| !Arc::ptr_eq(memory, &prepared.lengths));
