@@ -74,6 +74,7 @@ static FILES: &[SourceFile] = embed! {
     "ptx/convert.cuh"
     "ptx/cp_async.cuh"
     "ptx/global.cuh"
+    "ptx/griddepcontrol.cuh"
     "ptx/half.cuh"
     "ptx/ldmatrix.cuh"
     "ptx/math.cuh"

@@ -20,6 +20,7 @@
 #include "attn/unit.cuh"
 #include "attn/visit.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/griddepcontrol.cuh"
 
 namespace attn {
 
@@ -47,6 +48,8 @@ __device__ inline void forward(const ForwardParams& p) {
   __shared__ Unit unit;
   __shared__ KeyRows<IS_PAGED, size_of(KV_DTYPE)> keys;
 
+  ptx::griddepcontrol_launch_dependents<__CUDA_ARCH__>();
+  ptx::griddepcontrol_wait<__CUDA_ARCH__>();
   const i32 thread = i32(threadIdx.x);
   if (thread < WARP) {
     const Unit own = unit_of<BLOCK_M>(p, blockIdx.x);

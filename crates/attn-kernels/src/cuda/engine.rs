@@ -255,6 +255,7 @@ impl CudaEngine {
                 lengths.blocks
             },
             dynamic_smem: config.dynamic_smem,
+            overlaps: config.spec.entry() != Entry::Naive && self.overlaps()?,
             map_tile: is_persistent.then_some(config.tile),
             params,
             partial_outputs: outputs,
@@ -266,6 +267,12 @@ impl CudaEngine {
             return Err(error);
         }
         Ok(workspace.insert(stream, prepared, partials, counters))
+    }
+
+    /// Whether device and driver let launches overlap, in captured graphs too.
+    fn overlaps(&self) -> Result<bool, Error> {
+        let is_new = self.caps.cuda.as_ref().is_some_and(|device| device.compute >= (9, 0));
+        Ok(is_new && launch::driver_version()? >= (12, 3))
     }
 
     /// Runs a forward plan in stream order. Padding rows are written too: 0, and -inf for the LSE.
@@ -364,6 +371,7 @@ fn launch_forward(
     Captures::shared().hold([&prepared.function].into_iter(), own.into_iter().flatten(), memory());
     let forward = Launch {
         dynamic_smem: prepared.dynamic_smem,
+        overlaps: prepared.overlaps,
         ..Launch::new(&prepared.function, prepared.blocks, prepared.threads)
     };
     match prepared.map_tile {

@@ -62,6 +62,8 @@ pub(crate) struct Prepared {
     pub(crate) threads: u32,
     pub(crate) blocks: u32,
     pub(crate) dynamic_smem: u32,
+    /// Whether the launch may begin while the one before it in the stream ends.
+    pub(crate) overlaps: bool,
     /// The tile that tensor maps are made for, where the kernel takes maps.
     pub(crate) map_tile: Option<Tile>,
     pub(crate) params: ForwardParams,
