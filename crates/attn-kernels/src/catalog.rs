@@ -77,6 +77,7 @@ const CATALOG: &[KernelDesc] = &[
         max_query_rows: Some(16),
         tiles: crate::cuda::config::decode_tiles,
         shared_memory: crate::cuda::config::decode_smem,
+        workspace: crate::cuda::cost::tiles,
         ..CUDA_PREFILL
     },
     #[cfg(feature = "cuda")]
@@ -158,7 +159,7 @@ const CUDA_PREFILL: KernelDesc = KernelDesc {
     max_compute: None,
     tiles: crate::cuda::config::prefill_tiles,
     shared_memory: crate::cuda::config::prefill_smem,
-    workspace: crate::cuda::cost::tiles,
+    workspace: crate::cuda::cost::whole_tiles,
 };
 
 /// A row is copied in chunks of 16 bytes, and its accumulator has to fit the registers.

@@ -40,7 +40,9 @@ __device__ inline void sync() {
 
 }  // namespace team
 
-__device__ inline void forward(const ForwardParams& p) {
+// HAS_PARTS: keys may be split.
+template <bool HAS_PARTS>
+__device__ void forward(const ForwardParams& p) {
   using namespace config;
   extern __shared__ __align__(128) u8 memory[];
   __shared__ Visits visits;
@@ -48,8 +50,8 @@ __device__ inline void forward(const ForwardParams& p) {
   __shared__ Unit unit;
   __shared__ KeyRows<IS_PAGED, size_of(KV_DTYPE)> keys;
 
-  ptx::griddepcontrol_launch_dependents<__CUDA_ARCH__>();
   ptx::griddepcontrol_wait<__CUDA_ARCH__>();
+  ptx::griddepcontrol_launch_dependents<__CUDA_ARCH__>();
   const i32 thread = i32(threadIdx.x);
   if (thread < WARP) {
     const Unit own = unit_of<BLOCK_M>(p, blockIdx.x);
@@ -155,7 +157,9 @@ __device__ inline void forward(const ForwardParams& p) {
     write_together(p, unit, team, warp, softmax, o, exponent, v_scale,
                    reinterpret_cast<float*>(memory));
   }
-  if (unit.parts > 1 && ends_last(p, unit)) merge_parts(p, unit);
+  if constexpr (HAS_PARTS) {
+    if (unit.parts > 1 && ends_last(p, unit)) merge_parts(p, unit);
+  }
 }
 
 }  // namespace attn

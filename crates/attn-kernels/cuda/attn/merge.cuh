@@ -9,27 +9,23 @@
 // row], 0 between launches.
 // Who executes: all threads of a block, one warp a row of the unit's tile.
 // The invariant: which block is the last is chance, and what it does is not: the sum runs over the
-// parts in order, so equal calls give equal bits. A part without weight is not read. Sinks are
-// counted here, once, and nowhere else for these sequences. value_dim is a multiple of 4; partial
-// rows and rows of o start on 16 bytes.
-// What it does not do: choose the parts (attn/split.cuh).
+// parts in order, so equal calls give equal bits. A part without weight does not count, whatever
+// its values are. Sinks are counted here, once, and nowhere else for these sequences. value_dim is
+// a multiple of 4; partial rows and rows of o start on 16 bytes. What it does not do: choose the
+// parts (attn/split.cuh).
 
 #pragma once
 
-#include "attn/exponent.cuh"
 #include "attn/rows.cuh"
+#include "attn/softmax.cuh"
 #include "attn/split.cuh"
 #include "attn/unit.cuh"
-#include "base/dtype.cuh"
-#include "ptx/convert.cuh"
 #include "ptx/global.cuh"
 #include "tile/reduce.cuh"
 
 namespace attn {
 
 namespace merge {
-
-using Out = ptx::Stored<config::DTYPE>;
 
 constexpr int COLUMNS = 4;  // of a lane
 constexpr int SLAB = WARP * COLUMNS;
@@ -38,11 +34,6 @@ constexpr int AHEAD = 8;
 
 struct Four {
   float x[COLUMNS];
-};
-
-// A lane's columns of o: one access, as rows of o start on 16 bytes wherever keys are split.
-struct alignas(COLUMNS * sizeof(Out::Bits)) Packed {
-  Out::Bits x[COLUMNS];
 };
 
 // Where the parts of one (row, head) are: part n is n * step rows on.
@@ -98,28 +89,30 @@ __device__ inline Join join_parts(const ForwardParams& p, const PartRows& parts,
 __device__ inline Four weighted_sum(const ForwardParams& p, const PartRows& parts, const Join& join,
                                     float own, i32 column) {
   const i32 lane = i32(threadIdx.x % WARP);
-  const bool has_column = column < p.value_dim;
+  // Loads do not depend on weights, so that AHEAD of them are under way: what a lane has no column
+  // for, or a part no weight, is read and does not count.
+  const float* const from =
+      p.partial_o + parts.first * p.value_dim + (column < p.value_dim ? column : 0);
+  const i64 step = parts.step * p.value_dim;
   Four o = {};
   for (i32 start = 0; start < parts.count; start += WARP) {
     const float weight = join.weight(start == 0 ? own : part_lse(p, parts, start + lane));
     const i32 count = min_of(WARP, parts.count - start);
     for (i32 first = 0; first < count; first += AHEAD) {
       Vec16 loaded[AHEAD];
-      float w[AHEAD];
 #pragma unroll
       for (int i = 0; i < AHEAD; ++i) {
-        // A lane past the last part has no weight.
-        w[i] = __shfl_sync(~0u, weight, first + i);
-        loaded[i] = Vec16{};
-        if (has_column && w[i] != 0.0f) {
-          loaded[i] = ptx::ld_global_cg_v4_b32(p.partial_o +
-                                               parts.at(start + first + i) * p.value_dim + column);
-        }
+        const i32 part = min_of(start + first + i, parts.count - 1);
+        loaded[i] = ptx::ld_global_cg_v4_b32(from + part * step);
       }
 #pragma unroll
       for (int i = 0; i < AHEAD; ++i) {
+        // A lane past the last part has no weight.
+        const float w = __shfl_sync(~0u, weight, first + i);
 #pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) o.x[j] += w[i] * __uint_as_float(loaded[i].word[j]);
+        for (int j = 0; j < COLUMNS; ++j) {
+          o.x[j] += w * (w == 0.0f ? 0.0f : __uint_as_float(loaded[i].word[j]));
+        }
       }
     }
   }
@@ -129,11 +122,8 @@ __device__ inline Four weighted_sum(const ForwardParams& p, const PartRows& part
 __device__ inline void write_four(const ForwardParams& p, const Unit& unit, i32 position, i32 head,
                                   i32 column, const Four& o) {
   if (column >= p.value_dim) return;
-  Packed packed;
-#pragma unroll
-  for (int j = 0; j < COLUMNS; ++j) packed.x[j] = Out::narrow(o.x[j]);
-  Out::Bits* to = query_row<Out::Bits>(p.o, unit, position, head) + column;
-  *reinterpret_cast<Packed*>(to) = packed;
+  ptx::st_global_v2_b32(query_row<u16>(p.o, unit, position, head) + column,
+                        warp::round_pair(o.x[0], o.x[1]), warp::round_pair(o.x[2], o.x[3]));
 }
 
 // One written row of one head; all lanes of a warp.
@@ -162,18 +152,22 @@ __device__ inline void row(const ForwardParams& p, const Unit& unit, i32 positio
 // one. The count is back at 0 then.
 __device__ inline bool ends_last(const ForwardParams& p, const Unit& unit) {
   __shared__ bool is_last;
-  __threadfence();
-  __syncthreads();
+  u32* count = nullptr;
   if (threadIdx.x == 0) {
     const i32 position = unit.position(p, 0);
-    const i64 slot = partial_row(p, p.partial_starts[unit.sequence.index], 0, unit.rows, position,
-                                 unit.head_of(p, 0, position));
-    u32* const count = p.counter + slot;
-    is_last = atomicAdd(count, 1u) == u32(unit.parts) - 1;
-    if (is_last) *count = 0;
+    count = p.counter + partial_row(p, p.partial_starts[unit.sequence.index], 0, unit.rows,
+                                    position, unit.head_of(p, 0, position));
   }
   __syncthreads();
-  __threadfence();
+  if (threadIdx.x == 0) {
+    // What the block has written is behind the barrier, and what others have is read past the
+    // first-level cache.
+    __threadfence();
+    is_last = atomicAdd(count, 1u) == u32(unit.parts) - 1;
+    if (is_last) *count = 0;
+    __threadfence();
+  }
+  __syncthreads();
   return is_last;
 }
 

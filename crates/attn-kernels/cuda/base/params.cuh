@@ -118,9 +118,10 @@ struct ForwardParams {
   Divisor uniform_units;
   i32 uniform_q;
   i32 uniform_kv;
-  // Persistent kernels: two words that are 0 between launches, the order of the tiles of unequal
-  // sequences, the units of all blocks of heads, and the blocks of heads of a section or, in an
-  // order, of an entry (attn/schedule.cuh).
+  // Words that are 0 between launches: of split keys one for each partial row (attn/merge.cuh), of
+  // persistent kernels two. Of these also the order of the tiles of unequal sequences, the units of
+  // all blocks of heads, and the blocks of heads of a section or, in an order, of an entry
+  // (attn/schedule.cuh).
   u32* counter;
   const OrderedTask* order;
   i32 work;

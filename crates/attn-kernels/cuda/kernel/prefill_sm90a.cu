@@ -28,9 +28,9 @@ __device__ inline void prefill_sm90a(const ForwardParams& p, const Maps& maps) {
   const u32 start = static_cast<u32>(__cvta_generic_to_shared(memory));
   const u32 tiles = (start + tile::SWIZZLE_BYTES - 1) & ~(tile::SWIZZLE_BYTES - 1);
   const Block block(tiles, memory + (tiles - start), handed, p.most_visits);
-  ptx::griddepcontrol_launch_dependents<__CUDA_ARCH__>();
   if (threadIdx.x == 0) block.init();
   ptx::griddepcontrol_wait<__CUDA_ARCH__>();
+  ptx::griddepcontrol_launch_dependents<__CUDA_ARCH__>();
   __syncthreads();
   if (threadIdx.x < WARPGROUP) {
     ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();

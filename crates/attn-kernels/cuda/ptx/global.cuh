@@ -1,4 +1,5 @@
-// Loads and stores of global memory; any thread, alone.
+// Loads and stores of global memory; any thread, alone. Minimum sm_80.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st
 
 #pragma once
@@ -8,14 +9,20 @@
 namespace attn::ptx {
 
 // st.global.v4.b32, on 16 bytes: one store, where the compiler at times makes four of an
-// assignment. Minimum sm_80.
+// assignment.
 __device__ inline void st_global_v4_b32(void* to, const Vec16& v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.word[0]), "r"(v.word[1]),
                "r"(v.word[2]), "r"(v.word[3])
                : "memory");
 }
 
-// ld.global.cg: past the first-level cache, which does not see what other multiprocessors write.
+// st.global.v2.b32, on 8 bytes.
+__device__ inline void st_global_v2_b32(void* to, u32 x, u32 y) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(x), "r"(y) : "memory");
+}
+
+// ld.global.cg.v4.b32, on 16 bytes: past the first-level cache, which does not see what other
+// multiprocessors write.
 __device__ inline Vec16 ld_global_cg_v4_b32(const void* from) {
   Vec16 v;
   asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -25,6 +32,7 @@ __device__ inline Vec16 ld_global_cg_v4_b32(const void* from) {
   return v;
 }
 
+// ld.global.cg.f32: the same.
 __device__ inline float ld_global_cg_f32(const float* from) {
   float x;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");

@@ -1,5 +1,6 @@
 // Launches that overlap: a kernel that was asked to may begin before the one before it in the
-// stream has ended. On processors before sm_90 none does, and these do nothing.
+// stream has ended. Minimum sm_90; on processors before it no launch overlaps, and these do
+// nothing, for the portable kernels are for both.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-griddepcontrol
 
 #pragma once
@@ -9,7 +10,7 @@
 namespace attn::ptx {
 
 // griddepcontrol.launch_dependents: the next kernel may begin as soon as every block has said so or
-// has ended. Any thread.
+// has ended. Any thread, after the wait: else it could overlap with what this kernel waits for.
 template <int ARCH>
 __device__ inline void griddepcontrol_launch_dependents() {
   if constexpr (ARCH >= 900) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

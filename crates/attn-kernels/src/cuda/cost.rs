@@ -40,6 +40,11 @@ pub(crate) fn tiles(problem: &Problem, _: &HostCaps, tile: Tile, split: Split) -
     tables(problem, division, partials > 0) + Bytes::of(partials, size_of::<f32>())
 }
 
+/// The same of the portable prefill kernel, whose blocks walk all keys whatever the split.
+pub(crate) fn whole_tiles(problem: &Problem, host: &HostCaps, tile: Tile, _: Split) -> Bytes {
+    tiles(problem, host, tile, Split::Whole)
+}
+
 fn tables(problem: &Problem, division: Division, has_parts: bool) -> Bytes {
     let read = division.tables(equal_lengths(problem).is_some(), has_parts).len();
     Bytes::of(read.saturating_mul(problem.lengths().batch() + 1), size_of::<i64>())

@@ -203,9 +203,10 @@ impl CudaEngine {
         let config = config::forward(plan)?;
         let (tile, pack) = (config.tile.q, config.pack as usize);
         let (division, split) = match config.spec.entry() {
-            // A block walks all keys of its row, so that any split comes to the same.
+            // A block of these walks all keys of its rows, so that any split comes to the same.
             Entry::Naive => (Division::Rows, Split::Whole),
             Entry::PrefillSm90a => (Division::Ordered { tile, pack }, Split::Whole),
+            Entry::Prefill => (Division::Tiles { tile, pack, split: Split::Whole }, Split::Whole),
             _ => (Division::Tiles { tile, pack, split: plan.split }, plan.split),
         };
         let problem = &plan.problem;
@@ -276,6 +277,10 @@ impl CudaEngine {
     }
 
     /// Runs a forward plan in stream order. Padding rows are written too: 0, and -inf for the LSE.
+    ///
+    /// On Hopper and later the launch is one that may begin while the one before it in the stream ends, and waits for it
+    /// (programmatic stream serialization); a kernel of others that was launched so before it must wait in each of its
+    /// blocks, too.
     ///
     /// # Errors
     /// As [`CudaEngine::prepare`]; [`Error::Call`] for tensors that do not fit the plan's problem, lie in another
