@@ -41,7 +41,18 @@ impl Call {
         dim: usize,
         step: f32,
     ) -> Self {
-        let (q_lens, kv_lens) = ([700, 1, 130, 0, 257], [900, 64, 130, 9, 1024]);
+        let lens = ([700, 1, 130, 0, 257], [900, 64, 130, 9, 1024]);
+        Self::of(engine, stream, (kernel, Split::Whole), dim, step, lens)
+    }
+
+    fn of(
+        engine: &CudaEngine,
+        stream: &CudaStream,
+        (kernel, split): (&str, Split),
+        dim: usize,
+        step: f32,
+        (q_lens, kv_lens): ([usize; 5], [usize; 5]),
+    ) -> Self {
         let mut spec = ProblemSpec::new(DType::BF16, HEADS, KV_HEADS, dim, &q_lens, &kv_lens);
         spec.causal = true;
         let problem = Problem::new(spec).expect("valid");
@@ -52,7 +63,7 @@ impl Call {
             DeviceBuffer::from_host(stream, &wave).expect("memory")
         };
         Self {
-            plan: plan(engine, kernel, &problem, Split::Whole),
+            plan: plan(engine, kernel, &problem, split),
             dim,
             rows,
             keys,
@@ -155,4 +166,48 @@ fn thousand_runs_give_equal_bits_beside_other_work() {
         }
     }
     drop(pieces);
+}
+
+/// Who ends last is chance: the counters must be back, and the sums in order, whatever ran before on the workspace.
+#[test]
+fn parts_join_alike_however_often() {
+    let Some(engine) = engine("parts_join_alike_however_often") else { return };
+    let stream = engine.new_stream().expect("a stream");
+    let lens = ([1, 16, 3, 0, 7], [900, 64, 3000, 9, 1024]);
+    let equal = ([2; 5], [777; 5]);
+    let mut calls = Vec::new();
+    for (n, split) in
+        [Split::Parts(5), Split::Chunks(64), Split::Parts(33), Split::Whole].into_iter().enumerate()
+    {
+        for (dim, lens) in [(64, lens), (128, equal), (256, lens)] {
+            let step = 0.2 + n as f32 * 0.03;
+            calls.push(Call::of(&engine, &stream, ("cuda_decode", split), dim, step, lens));
+        }
+    }
+    if is_hopper(&engine) {
+        calls.push(Call::new(&engine, &stream, "cuda_prefill_sm90a", 128));
+    }
+    let mut expected = Vec::new();
+    for call in &mut calls {
+        call.run(&engine, &stream).expect("a run");
+        expected.push(call.bits(&stream));
+    }
+    let mut shared = Workspace::new();
+    // A graph keeps what it was captured with, though later calls want more of the workspace.
+    std::mem::swap(&mut calls[0].workspace, &mut shared);
+    calls[0].run(&engine, &stream).expect("a run");
+    let graph = engine.capture(&stream, || calls[0].run(&engine, &stream)).expect("a graph");
+    std::mem::swap(&mut calls[0].workspace, &mut shared);
+    for round in 0..100 {
+        for (n, call) in calls.iter_mut().enumerate() {
+            std::mem::swap(&mut call.workspace, &mut shared);
+            call.o.fill(&stream, 0xFF).expect("a fill");
+            call.run(&engine, &stream).expect("a run");
+            std::mem::swap(&mut call.workspace, &mut shared);
+            assert!(call.bits(&stream) == expected[n], "call {n}, round {round}");
+        }
+        calls[0].o.fill(&stream, 0xFF).expect("a fill");
+        graph.launch(&stream).expect("a replay");
+        assert!(calls[0].bits(&stream) == expected[0], "the graph, round {round}");
+    }
 }
