@@ -139,20 +139,21 @@ struct Consumer : Softmax {
     }
   }
 
-  // Turns the scores of a unit's first tile, or of a later one, into weights under the maxima.
-  // After a later one the output so far must be corrected.
+  // Turns the scores of a unit's first tile, or of a later one, into weights under the maxima; the
+  // answer is how the output so far must be corrected, if there is any.
   //
   // BESIDE: products of earlier weights are under way. They end, and give `values` back, when one
   // row's exponentials have been started, so that the other's may be rounded into the registers
   // that those weights leave.
   template <bool FIRST, bool BESIDE>
-  __device__ void weigh(Correction (&corrections)[2], u32 values) {
+  __device__ Corrections weigh(u32 values) {
+    Corrections corrections = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (FIRST) {
         start_row(half);
       } else {
-        corrections[half] = raise(half);
+        corrections.of[half] = raise(half);
       }
       if (BESIDE && half == 1) {
         wait_products();
@@ -161,18 +162,19 @@ struct Consumer : Softmax {
       weigh_row(half);
     }
     round_weights();
+    return corrections;
   }
 
   // Maxima of fp8 grow often, and in one row more often than in both; those of 16 bits hardly ever,
   // and two branches cost more than they save.
-  __device__ void correct(const Correction (&corrections)[2]) {
-    const bool is_any = corrections[0].is_any || corrections[1].is_any;
+  __device__ void correct(const Corrections& corrections) {
+    const bool is_any = corrections.of[0].is_any || corrections.of[1].is_any;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (!(config::IS_FP8 ? corrections[half].is_any : is_any)) continue;
+      if (!(config::IS_FP8 ? corrections.of[half].is_any : is_any)) continue;
 #pragma unroll
       for (int j = 0; j < OUTPUTS / 2; ++j) {
-        output[j / 2 * 4 + half * 2 + j % 2] *= corrections[half].factor;
+        output[j / 2 * 4 + half * 2 + j % 2] *= corrections.of[half].factor;
       }
     }
   }
@@ -248,8 +250,7 @@ struct Consumer : Softmax {
     release(block.keys.empty_of(taken));
     scale_of(unit);
     settle(unit, seen, first, is_cut(start));
-    Correction none[2];
-    weigh<true, false>(none, 0);
+    weigh<true, false>(0);
     clear_past(unit, first, taken);
     return start;
   }
@@ -282,9 +283,7 @@ struct Consumer : Softmax {
         first -= config::BLOCK_N;
       }
       settle(unit, seen, first, is_cut(n));
-      Correction corrections[2];
-      weigh<false, true>(corrections, block.values.empty_of(taken));
-      correct(corrections);
+      correct(weigh<false, true>(block.values.empty_of(taken)));
     }
     release(block.queries.empty_of(units));
     ++units;
@@ -304,8 +303,7 @@ struct Consumer : Softmax {
     settle(next, seen, first, is_cut(start));
     const Ends ends = {{max[0], max[1]}, {sum[0], sum[1]}};
     scale_of(next);
-    Correction none[2];
-    weigh<true, true>(none, block.values.empty_of(taken));
+    weigh<true, true>(block.values.empty_of(taken));
     finish(handed.unit, ends);
     taken += 1 + u32(start);
     clear_past(next, first, taken);

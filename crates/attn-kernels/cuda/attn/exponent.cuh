@@ -42,8 +42,10 @@ struct Exponent {
   // such rows are made relative to their maximum score by score.
   static constexpr float FAR = 16384.0f;
 
+  // That of a row which has seen no key is not. No branch, of which && would be one.
   __device__ bool is_far(float shift) const {
-    return config::HAS_NARROW_WEIGHTS && !config::IS_GENERAL && fabsf(shift) > FAR;
+    if constexpr (!config::HAS_NARROW_WEIGHTS || config::IS_GENERAL) return false;
+    return (fabsf(shift) > FAR) & (fabsf(shift) < -LOWEST);
   }
 
   __device__ float of(float score, float shift) const {

@@ -41,6 +41,11 @@ struct Correction {
   float factor;
 };
 
+// Of the two rows of a lane.
+struct Corrections {
+  Correction of[2];
+};
+
 struct Softmax {
   static constexpr int SCORES = config::BLOCK_N / 2;
   // Partial maxima of a row; three consumers of fp8 have no registers for more.
@@ -61,7 +66,8 @@ struct Softmax {
   __device__ explicit Softmax(const ForwardParams& params)
       : p(params),
         exponent(exponent_of(params.scale)),
-        slack(config::LATE_EXPONENT / exponent.units.base2) {}
+        slack(config::LATE_EXPONENT == 0.0f ? 0.0f : config::LATE_EXPONENT / exponent.units.base2) {
+  }
 
   // Takes over the scales of a unit.
   __device__ void scale_of(const Unit& unit) {
@@ -149,7 +155,7 @@ struct Softmax {
   __device__ void shift_by(int half, float top) {
     max[half] = top;
     shift[half] = exponent.shift(top);
-    if constexpr (config::IS_FP8) is_far[half] = __any_sync(~0u, is_far_row(half));
+    if constexpr (config::IS_FP8) is_far[half] = __any_sync(~0u, exponent.is_far(shift[half]));
   }
 
   // The first tile of a row.
@@ -158,33 +164,33 @@ struct Softmax {
     shift_by(half, top_of(half));
   }
 
-  // A later tile of a row. Of 16 bits most leave all maxima as they are, and one vote says so.
+  // A later tile of a row. Of 16 bits most leave all maxima of a warp as they are, and one vote says
+  // so. Of fp8 one in three does not, and to compute what stays as it is takes less time than to
+  // wait for the vote.
   __device__ Correction raise(int half) {
     const float top = top_of(half);
     const float before = max[half];
     const bool grows = top > before + slack;
-    if (!__any_sync(~0u, grows)) return {false, 1.0f};
+    if constexpr (!config::IS_FP8) {
+      if (!__any_sync(~0u, grows)) return {false, 1.0f};
+    }
     shift_by(half, grows ? top : before);
-    const float factor =
-        ptx::ex2_approx_ftz_f32(is_far_row(half) ? (before - max[half]) * exponent.units.base2
-                                                 : exponent.of_max(before, shift[half]));
+    const float factor = ptx::ex2_approx_ftz_f32(exponent.is_far(shift[half])
+                                                     ? (before - max[half]) * exponent.units.base2
+                                                     : exponent.of_max(before, shift[half]));
     sum[half] *= factor;
-    return {true, factor};
-  }
-
-  __device__ bool is_far_row(int half) const {
-    return config::IS_FP8 && max[half] != NEG_INF && exponent.is_far(shift[half]);
+    return {config::IS_FP8 ? __any_sync(~0u, grows) != 0 : true, factor};
   }
 
   // Makes the scores of a row relative to its maximum, where the exponents' shift would be too
   // coarse; the answer is the shift that is left. Rows that are near stay bit by bit what they are:
   // others of the warp, which may belong to no sequence, must not decide how they are computed.
   __device__ float come_near(int half) {
-    const bool is_far = is_far_row(half);
-    const float near = is_far ? max[half] : 0.0f;
+    const bool is_far_row = exponent.is_far(shift[half]);
+    const float near = is_far_row ? max[half] : 0.0f;
 #pragma unroll
     for (int j = 0; j < SCORES / 2; ++j) scores[j / 2 * 4 + half * 2 + j % 2] -= near;
-    return is_far ? -config::WEIGHT_EXPONENT : shift[half];
+    return is_far_row ? -config::WEIGHT_EXPONENT : shift[half];
   }
 
   __device__ void weigh_row(int half) {

@@ -23,8 +23,9 @@ namespace attn {
 constexpr i32 WARP_CHUNKS = config::VALUE_DIM / 32;
 constexpr i32 CHUNK_BLOCKS = config::BLOCK_N / 32 * WARP_CHUNKS;
 // Blocks that are loaded at once, while those before them are turned and stored: more hide the
-// loads of narrow values, and of wide ones the products do, which leave no registers for more.
-constexpr i32 BATCH = config::VALUE_DIM == 64 ? 3 : 1;
+// loads of narrow values, and of wide ones the products do. A third one has no registers beside
+// what pages and lists of tiles take.
+constexpr i32 BATCH = config::VALUE_DIM > 64 ? 1 : config::IS_PAGED || config::IS_BLOCKED ? 2 : 3;
 
 // Clears the rows of a tile of stored values that are outside lo .. hi, in the chunks of one warp.
 __device__ inline void clear_stored(u32 tile, u32 warp, i32 lo, i32 hi) {

@@ -14,11 +14,13 @@ pub(crate) fn tiles(problem: &Problem) -> &'static [Tile] {
     let (dim, value_dim) = dims(problem);
     let options = Options::of(problem);
     let is_plain = options == Options::default() && problem.cache_layout().is_none();
+    // A producer of fp8 has registers for lists and pages.
+    let is_plain_fp8 = problem.q_dtype().is_fp8() && options.general == PLAIN;
     match (dim, value_dim) {
         // Three consumers hide more of the softmax, which bounds narrow heads: on an H200, bf16, 465 to 590 TFLOP/s at 8k
         // tokens, and as fast at 512. Options, and pages beside a producer of few registers, take registers that three do
         // not have.
-        (..=64, ..=64) if problem.q_dtype().is_fp8() || is_plain => {
+        (..=64, ..=64) if is_plain || is_plain_fp8 => {
             if is_short(problem) {
                 &[ROWS_128, ROWS_192]
             } else {
@@ -27,8 +29,12 @@ pub(crate) fn tiles(problem: &Problem) -> &'static [Tile] {
         }
         (..=64, ..=64) => &[ROWS_128],
         // With 96 keys three consumers fit the registers, but for options: 833 to 873 TFLOP/s at 8k tokens, open.
-        (..=128, ..=128) if problem.q_dtype().is_fp8() && options.general != GENERAL => {
-            if is_short(problem) { &[ROWS_128, ROWS_192_FP8] } else { &[ROWS_192_FP8, ROWS_128] }
+        (..=128, ..=128) if is_plain_fp8 => {
+            if is_short(problem) {
+                &[ROWS_128, ROWS_192_FP8]
+            } else {
+                &[ROWS_192_FP8, ROWS_128]
+            }
         }
         (..=128, ..=128) => &[ROWS_128],
         // Beside 128 keys there is no room for the visits of long sequences.
@@ -67,6 +73,7 @@ struct Options {
     is_blocked: bool,
 }
 
+const PLAIN: i64 = 0;
 const GENERAL: i64 = 1;
 const CAPPED: i64 = 2;
 
@@ -75,7 +82,7 @@ impl Options {
         let has_others = problem.has_alibi() || problem.has_bias() || problem.has_mask();
         let is_plain_scale = PLAIN_SCALES.contains(&problem.scale());
         let general = match problem.softcap() {
-            None if !has_others && is_plain_scale => 0,
+            None if !has_others && is_plain_scale => PLAIN,
             Some(_) if !has_others && is_plain_scale => CAPPED,
             _ => GENERAL,
         };
