@@ -108,10 +108,19 @@ impl Compiler {
         spec: &KernelSpec,
         arch: &Arch,
     ) -> Result<Cubin, Error> {
-        let options = options(spec, arch);
-        let compiled = self.api.compile(program, &options).and_then(|(image, log)| {
-            let resources = resources::from_log(&log, spec.entry().symbol())?;
-            Ok(Cubin { image, resources, warnings: resources::without_figures(&log) })
+        let mut options = options(spec, arch);
+        let compile = |options: &[String]| {
+            let (image, log) = self.api.compile(program, options)?;
+            Ok((image, resources::from_log(&log, spec.entry().symbol()), log))
+        };
+        let mut compiled = compile(&options);
+        if matches!(compiled, Ok((_, Err(_), _))) {
+            // NVRTC 13 may answer what it compiled before from a cache of its own, whose log is empty.
+            options.push("--no-cache".to_owned());
+            compiled = compile(&options);
+        }
+        let compiled = compiled.and_then(|(image, resources, log)| {
+            Ok(Cubin { image, resources: resources?, warnings: resources::without_figures(&log) })
         });
         compiled.map_err(|log| Error::Compile {
             instance: format!("{spec} for {arch}"),
