@@ -9,8 +9,8 @@ use std::sync::Arc;
 use attn_core::DType::{BF16, F8E4M3, F16};
 use attn_core::PageOrder::{Hnd, Nhd};
 use attn_core::{
-    ErrorRule, Family, Inputs, KernelDesc, KvView, Outputs, Plan, Problem, Strided, TensorView,
-    View,
+    ErrorRule, Family, Feature, Inputs, KernelDesc, KvView, Outputs, Plan, Problem, Strided,
+    TensorView, View,
 };
 use attn_kernels::cuda::{CudaStream, Workspace};
 use attn_reference::case::{Hiding, Scales};
@@ -132,7 +132,8 @@ pub(super) fn judge(judge: &mut Judge<'_>, tallies: &mut Tallies) {
     }
     for family in [Family::Prefill, Family::Decode] {
         for way in Way::all(&judge.selection, family, None) {
-            for mates in Mates::ALL {
+            let is_invariant = way.kernel.features.contains(Feature::BatchInvariant);
+            for mates in Mates::ALL.into_iter().filter(|_| is_invariant) {
                 let name = format!("modes/batch_invariance: {mates} by {way}");
                 judge.check(tallies, "modes", &name, |judge| batch_invariance(judge, way, mates));
             }

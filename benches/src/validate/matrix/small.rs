@@ -13,7 +13,8 @@ pub(in crate::validate) fn small() -> Vec<Group> {
     let group = |name, runs, cases: Vec<Case>| Group { name, runs, cases: named(name, cases) };
     vec![
         group("small_prefill", Runs { prefill: true, ..Runs::NONE }, prefill()),
-        group("small_decode", Runs { splits: &[Some(3)], ..Runs::NONE }, decode()),
+        // Of two parts a Hopper makes a cluster.
+        group("small_decode", Runs { splits: &[Some(3), Some(2)], ..Runs::NONE }, decode()),
         group("small_naive", Runs { naive: true, ..Runs::NONE }, naive()),
     ]
 }
