@@ -76,6 +76,7 @@ impl Backend {
                 "prefill",
                 "prefill_sm90a",
                 "decode",
+                "decode_sm90a",
                 "merge",
                 "append",
                 "copy",

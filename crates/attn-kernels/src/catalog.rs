@@ -6,6 +6,7 @@
 //!
 //! | kernel | engine | family | q | k, v | head and value dims | rows a sequence | not |
 //! |---|---|---|---|---|---|---|---|
+//! | `cuda_decode_sm90a` | cuda | decode | f16 bf16 | as q, or fp8 | multiples of 8 to 128 | at most 16 | batch invariance |
 //! | `cuda_decode` | cuda | decode | f16 bf16 | as q, or fp8 | multiples of 8 to 256 | at most 16 | |
 //! | `cuda_prefill_sm90a` | cuda | prefill | f16 bf16 e4m3 | as q | multiples of 8 to 256, e4m3 of 16 | any | an fp8 cache of wider queries, pages of no multiple of 8 rows |
 //! | `cuda_prefill` | cuda | prefill | f16 bf16 | as q, or fp8 | multiples of 8 to 256 | any | |
@@ -31,8 +32,8 @@ use attn_core::{Engine, KernelDesc};
 /// assert_eq!(
 ///     names,
 ///     [
-///         "cuda_decode", "cuda_prefill_sm90a", "cuda_prefill", "cuda_naive", "cpu_decode", "cpu_prefill",
-///         "cpu_backward",
+///         "cuda_decode_sm90a", "cuda_decode", "cuda_prefill_sm90a", "cuda_prefill", "cuda_naive", "cpu_decode",
+///         "cpu_prefill", "cpu_backward",
 ///     ]
 /// );
 /// ```
@@ -69,6 +70,25 @@ const FORWARD: Features =
 const TILED: Features = FORWARD.without(Feature::Fp8Queries).without(Feature::OddFp8Rows);
 
 const CATALOG: &[KernelDesc] = &[
+    #[cfg(feature = "cuda")]
+    KernelDesc {
+        name: "cuda_decode_sm90a",
+        family: Family::Decode,
+        // Shared memory of eight teams, for rows of up to so many columns.
+        head_dims: DimRule { max: 128, ..TILED_DIMS },
+        value_dims: DimRule { max: 128, ..TILED_DIMS },
+        max_query_rows: Some(16),
+        // A block takes a multiprocessor.
+        most_units: Some(1),
+        // Parts and clusters are as many as fill the device.
+        features: TILED.without(Feature::UnalignedPages).without(Feature::BatchInvariant),
+        min_compute: Some((9, 0)),
+        max_compute: Some((9, 0)),
+        tiles: crate::cuda::config::decode_sm90a_tiles,
+        shared_memory: crate::cuda::config::decode_sm90a_smem,
+        workspace: crate::cuda::cost::tiles,
+        ..CUDA_PREFILL
+    },
     #[cfg(feature = "cuda")]
     KernelDesc {
         name: "cuda_decode",
@@ -153,6 +173,7 @@ const CUDA_PREFILL: KernelDesc = KernelDesc {
     head_dims: TILED_DIMS,
     value_dims: TILED_DIMS,
     max_query_rows: None,
+    most_units: None,
     // Rows are copied in pieces of 16 bytes.
     features: TILED.without(Feature::UnalignedPages),
     min_compute: Some((8, 0)),
@@ -176,6 +197,7 @@ const CPU_PREFILL: KernelDesc = KernelDesc {
     head_dims: DimRule::ANY,
     value_dims: DimRule::ANY,
     max_query_rows: None,
+    most_units: None,
     features: FORWARD,
     min_compute: None,
     max_compute: None,
@@ -208,9 +230,8 @@ mod tests {
         for engine in [Engine::Cuda, Engine::Cpu] {
             let rows = catalog_of(engine).iter().map(|kernel| kernel.max_query_rows);
             let rows: Vec<_> = rows.collect();
-            let is_sorted =
-                rows.first() == Some(&Some(16)) && rows[1..].iter().all(Option::is_none);
-            assert!(rows.is_empty() || is_sorted, "{engine}");
+            let is_sorted = rows.is_sorted_by_key(|most| most.is_none());
+            assert!(rows.is_empty() || rows[0] == Some(16) && is_sorted, "{engine}");
         }
         let parts = catalog_of(Engine::Cuda).len() + catalog_of(Engine::Cpu).len();
         assert_eq!(parts, catalog().len());

@@ -19,6 +19,7 @@
 mod append;
 mod call;
 mod capture;
+mod cluster;
 pub(crate) mod config;
 mod copy;
 pub(crate) mod cost;

@@ -66,6 +66,8 @@ const ROWS_64: Tile = Tile { q: 64, kv: 64 };
 const ROWS_32: Tile = Tile { q: 32, kv: 16 };
 const ROWS_16: Tile = Tile { q: 16, kv: 16 };
 const ROWS_16_NARROW: Tile = Tile { q: 16, kv: 32 };
+const ROWS_16_HOPPER: Tile = Tile { q: 16, kv: 128 };
+const ROWS_16_HOPPER_NARROW: Tile = Tile { q: 16, kv: 256 };
 
 impl Kind {
     const fn prefill(dtype: DType, dim: usize) -> Self {
@@ -134,6 +136,10 @@ fn forward_kinds() -> Vec<Kind> {
             let rows = if dim == 64 { ROWS_16_NARROW } else { ROWS_16 };
             kinds.push(Kind::decode(dtype, dim, rows));
             kinds.push(Kind { kv_dtype: E4M3, ..Kind::decode(dtype, dim, rows) });
+            let rows = if dim == 64 { ROWS_16_HOPPER_NARROW } else { ROWS_16_HOPPER };
+            let hopper = Kind { entry: Entry::DecodeSm90a, ..Kind::decode(dtype, dim, rows) };
+            kinds.push(hopper);
+            kinds.push(Kind { kv_dtype: E4M3, ..hopper });
         }
         kinds.push(Kind::decode(dtype, 256, ROWS_16));
         for tile in [ROWS_32, ROWS_64] {
@@ -196,6 +202,7 @@ pub fn representatives() -> Vec<Instance> {
         Kind::hopper(BF16, (128, 128), ROWS_128_LONG),
         Kind::hopper(E4M3, (128, 128), ROWS_192_FP8),
         Kind { kv_dtype: E4M3, ..Kind::decode(BF16, 128, ROWS_16) },
+        Kind { entry: Entry::DecodeSm90a, ..Kind::decode(BF16, 128, ROWS_16_HOPPER) },
     ];
     let mut all: Vec<_> = kinds.into_iter().filter_map(Kind::instance).collect();
     let mut seen = Vec::new();

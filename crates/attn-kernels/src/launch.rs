@@ -30,8 +30,12 @@ use crate::search;
 
 /// Names that the driver must have: the newest that this crate and cudarc ask it for. cudarc resolves names at
 /// their first use and panics where one is missing.
-const SYMBOLS: [&[u8]; 3] =
-    [b"cuLaunchKernelEx\0", b"cuGraphInstantiateWithFlags\0", b"cuTensorMapEncodeTiled\0"];
+const SYMBOLS: [&[u8]; 4] = [
+    b"cuLaunchKernelEx\0",
+    b"cuGraphInstantiateWithFlags\0",
+    b"cuTensorMapEncodeTiled\0",
+    b"cuOccupancyMaxActiveClusters\0",
+];
 
 /// Finds and loads the driver, once; it stays loaded.
 ///
@@ -550,18 +554,7 @@ impl<'a> Launch<'a> {
             attributes[count] = overlap();
             count += 1;
         }
-        let config = sys::CUlaunchConfig {
-            gridDimX: self.blocks,
-            gridDimY: 1,
-            gridDimZ: 1,
-            blockDimX: self.threads,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: self.dynamic_smem,
-            hStream: stream.cu_stream(),
-            attrs: attributes.as_mut_ptr(),
-            numAttrs: u32::try_from(count).unwrap_or(0),
-        };
+        let config = self.config(stream.cu_stream(), &mut attributes[..count]);
         // SAFETY: the function is loaded, for its module lives in `self.function`; its parameters are one struct of
         // type `P` and then maps, as its source states; all of them are read before the call returns.
         let code = unsafe {
@@ -573,6 +566,47 @@ impl<'a> Launch<'a> {
             )
         };
         code.result().map_err(|error| failed("cuLaunchKernelEx", self, error))
+    }
+
+    /// How many clusters of this launch the device holds at one time.
+    ///
+    /// # Errors
+    /// [`Error::Driver`] naming the instance and the launch.
+    pub(crate) fn most_clusters(&self) -> Result<u32, Error> {
+        self.function.allow_clusters()?;
+        let mut attributes = [cluster(self.cluster)];
+        let config = self.config(ptr::null_mut(), &mut attributes);
+        let mut clusters = 0;
+        // SAFETY: the function is loaded, for its module lives in `self.function`; the driver reads the launch and
+        // writes one integer.
+        let code = unsafe {
+            sys::cuOccupancyMaxActiveClusters(
+                &raw mut clusters,
+                self.function.raw(),
+                &raw const config,
+            )
+        };
+        code.result().map_err(|e| failed("cuOccupancyMaxActiveClusters", self, e))?;
+        Ok(u32::try_from(clusters).unwrap_or(0))
+    }
+
+    fn config(
+        &self,
+        stream: sys::CUstream,
+        attributes: &mut [sys::CUlaunchAttribute],
+    ) -> sys::CUlaunchConfig {
+        sys::CUlaunchConfig {
+            gridDimX: self.blocks,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: self.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: self.dynamic_smem,
+            hStream: stream,
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: u32::try_from(attributes.len()).unwrap_or(0),
+        }
     }
 }
 

@@ -88,6 +88,17 @@ impl Function {
         *allowed = bytes;
         Ok(())
     }
+
+    /// Lets launches ask for clusters of more blocks than every device has.
+    pub(crate) fn allow_clusters(&self) -> Result<(), Error> {
+        let attribute =
+            sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED;
+        let what = format_args!("{}, clusters", self.instance);
+        self.context.bind_to_thread().map_err(|e| failed("cuCtxSetCurrent", what, e))?;
+        // SAFETY: the function is loaded in the context that is current.
+        let code = unsafe { sys::cuFuncSetAttribute(self.raw, attribute, 1) };
+        code.result().map_err(|error| failed("cuFuncSetAttribute", what, error))
+    }
 }
 
 impl Drop for Function {

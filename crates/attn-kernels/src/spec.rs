@@ -22,6 +22,8 @@ pub enum Entry {
     PrefillSm90a,
     /// Few query rows over a long cache, split by keys.
     Decode,
+    /// The same with clusters, which Hopper has.
+    DecodeSm90a,
     /// Merges pairs of output and log-sum-exp.
     MergeStates,
     /// Scatters new keys and values into pages.
@@ -32,11 +34,12 @@ pub enum Entry {
 
 impl Entry {
     /// Every entry.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Naive,
         Self::Prefill,
         Self::PrefillSm90a,
         Self::Decode,
+        Self::DecodeSm90a,
         Self::MergeStates,
         Self::AppendKv,
         Self::CopyBlocks,
@@ -50,6 +53,7 @@ impl Entry {
             Self::Prefill => "prefill",
             Self::PrefillSm90a => "prefill_sm90a",
             Self::Decode => "decode",
+            Self::DecodeSm90a => "decode_sm90a",
             Self::MergeStates => "merge_states",
             Self::AppendKv => "append_kv",
             Self::CopyBlocks => "copy_blocks",
@@ -64,6 +68,7 @@ impl Entry {
             Self::Prefill => "attn_prefill",
             Self::PrefillSm90a => "attn_prefill_sm90a",
             Self::Decode => "attn_decode",
+            Self::DecodeSm90a => "attn_decode_sm90a",
             Self::MergeStates => "attn_merge_states",
             Self::AppendKv => "attn_append_kv",
             Self::CopyBlocks => "attn_copy_blocks",
@@ -73,7 +78,7 @@ impl Entry {
     /// Whether code of this arch can hold the kernel.
     #[must_use]
     pub fn compiles_for(self, arch: &Arch) -> bool {
-        self != Self::PrefillSm90a || arch.name() == "sm_90a"
+        !matches!(self, Self::PrefillSm90a | Self::DecodeSm90a) || arch.name() == "sm_90a"
     }
 
     /// Its file in the source tree: `kernel/merge_states.cu`.
@@ -84,6 +89,7 @@ impl Entry {
             Self::Prefill => "kernel/prefill.cu",
             Self::PrefillSm90a => "kernel/prefill_sm90a.cu",
             Self::Decode => "kernel/decode.cu",
+            Self::DecodeSm90a => "kernel/decode_sm90a.cu",
             Self::MergeStates => "kernel/merge_states.cu",
             Self::AppendKv => "kernel/append_kv.cu",
             Self::CopyBlocks => "kernel/copy_blocks.cu",

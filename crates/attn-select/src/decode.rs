@@ -39,7 +39,19 @@ pub(crate) fn fit(
     match (kernel.engine, &call.caps.cuda) {
         (Engine::Cuda, Some(device)) => {
             let (tile, shared_memory) = heuristics::device_tile(kernel, problem, device)?;
-            let split = heuristics::device_decode_split(problem, tile, device);
+            if let Some(most) = kernel.most_units {
+                let most = most.saturating_mul(device.sm_count as usize);
+                if standard == Standard::Fastest && heuristics::units(problem, tile) > most {
+                    let why = "more sequences and heads than it has room for at one time; smaller blocks leave less of \
+                               the device waiting";
+                    return Err(Refusal::Slower(why));
+                }
+                if standard == Standard::Fastest && heuristics::flat_rows(problem) > tile.q {
+                    let why = "a group's rows do not fit one tile, and each tile would read the keys again";
+                    return Err(Refusal::Slower(why));
+                }
+            }
+            let split = heuristics::device_decode_split(problem, tile, shared_memory, device);
             Ok(Fit { tile, split, shared_memory, reason })
         }
         _ => {

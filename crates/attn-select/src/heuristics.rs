@@ -83,6 +83,12 @@ pub(crate) fn flat_rows(problem: &Problem) -> usize {
     problem.lengths().longest_q().saturating_mul(problem.group())
 }
 
+/// Units of a decode kernel that divides no keys: tiles of each sequence's and KV head's rows.
+pub(crate) fn units(problem: &Problem, tile: Tile) -> usize {
+    let tiles = flat_rows(problem).div_ceil(tile.q.max(1));
+    problem.lengths().batch().saturating_mul(problem.kv_heads()).saturating_mul(tiles)
+}
+
 /// The tile of the CPU prefill kernel: the rows that share a converted block of K and V, and its keys.
 ///
 /// Queries and outputs of the rows take half of the L2, K and V of the keys a quarter, widened to f32; the
@@ -216,14 +222,17 @@ pub fn is_device_decode_shaped(problem: &Problem, device: &CudaCaps) -> bool {
 /// Query rows of the largest tile of a device.
 const DEVICE_ROWS: usize = 128;
 
-/// Blocks of the decode kernel that a multiprocessor holds at once: each takes about 100 KiB of the shared memory.
-const DECODE_BLOCKS: usize = 2;
+/// Most blocks of a decode kernel that a multiprocessor holds at once: two fill its registers.
+const DECODE_BLOCKS: u64 = 2;
 
-/// Keys of a decode part are a multiple of this: a tile of keys of each of four teams.
+/// Keys of a decode part are a multiple of this, or of the tile's where that has more: a tile of keys of each of four teams.
 const PART_STEP: usize = 64;
 
-/// Fewest keys of a decode part that was not asked for: two tiles a team, so that one loads while the other computes.
-const LEAST_PART: usize = 2 * PART_STEP;
+/// Parts that a block takes one after the other where sequences are unequal.
+const UNEVEN_WAVES: usize = 6;
+
+/// Most rows of partial results of a unit: the merge of more takes longer than the parts gain.
+const MERGED_ROWS: usize = 1024;
 
 /// Keys of a part where a sequence's bits must not depend on its batch: enough parts for a lone sequence of
 /// moderate length, and few enough that the merge stays small.
@@ -236,7 +245,12 @@ const INVARIANT_PART: usize = 512;
 /// the blocks that run at once; it is stretched so that the longest sequence has no short last part, and the blocks
 /// do not pass what runs at once by a few.
 #[must_use]
-pub fn device_decode_split(problem: &Problem, tile: Tile, device: &CudaCaps) -> Split {
+pub fn device_decode_split(
+    problem: &Problem,
+    tile: Tile,
+    shared_memory: Bytes,
+    device: &CudaCaps,
+) -> Split {
     if let Some(parts) = problem.options().num_splits {
         return Split::Parts(parts);
     }
@@ -254,10 +268,19 @@ pub fn device_decode_split(problem: &Problem, tile: Tile, device: &CudaCaps) -> 
     let (total, longest) =
         keys.fold((0usize, 0), |(sum, most), n| (sum.saturating_add(n), most.max(n)));
     let tiles = flat_rows(problem).div_ceil(tile.q.max(1)).saturating_mul(problem.kv_heads());
-    let blocks = DECODE_BLOCKS.saturating_mul(device.sm_count as usize).max(1);
-    let step = |keys: usize| keys.max(LEAST_PART).div_ceil(PART_STEP).saturating_mul(PART_STEP);
-    let even = step(total.saturating_mul(tiles).div_ceil(blocks));
-    let parts = (longest / even).max(1);
+    let held = (device.smem_per_block.0 / shared_memory.0.max(1)).clamp(1, DECODE_BLOCKS);
+    let blocks = (held as usize).saturating_mul(device.sm_count as usize).max(1);
+    let least = PART_STEP.max(tile.kv);
+    let step = |keys: usize| keys.max(least).div_ceil(least).saturating_mul(least);
+    // Unequal sequences end at different times: short parts, which blocks take as they get free, leave little to wait for.
+    let waves = if longest.saturating_mul(lengths.batch()) > total.saturating_add(total / 4) {
+        UNEVEN_WAVES
+    } else {
+        1
+    };
+    let even = step(total.saturating_mul(tiles).div_ceil(blocks.saturating_mul(waves)));
+    let merged = MERGED_ROWS / flat_rows(problem).clamp(1, tile.q.clamp(1, MERGED_ROWS));
+    let parts = (longest / even).clamp(1, merged.max(1));
     if parts == 1 { Split::Whole } else { Split::Chunks(step(longest.div_ceil(parts))) }
 }
 
@@ -344,18 +367,43 @@ mod tests {
 
     const SMALL: Tile = Tile { q: 16, kv: 16 };
 
+    /// Shared memory of which a multiprocessor has twice as much, and of which it has not.
+    const HALF: Bytes = Bytes(100 << 10);
+    const WHOLE: Bytes = Bytes(200 << 10);
+
     #[test]
     fn device_split_fills_the_device_once() {
         let split = |q: &[usize], kv: &[usize], heads| {
-            device_decode_split(&problem(q, kv, heads, 128), SMALL, &DEVICE)
+            device_decode_split(&problem(q, kv, heads, 128), SMALL, HALF, &DEVICE)
         };
+        let uneven: Vec<_> = (0..64).map(|i| 512 + i * 7919 % 16384).collect();
         // 64 heads of sequences, 264 blocks at once: four parts each.
         assert_eq!(split(&[1; 8], &[8192; 8], (32, 8)), Split::Chunks(2048));
         // 256 fill it already; a second part for each would be a second wave.
         assert_eq!(split(&[1; 32], &[8192; 32], (32, 8)), Split::Whole);
         // Few keys are not cut into crumbs.
-        assert_eq!(split(&[1], &[512], (32, 8)), Split::Chunks(128));
+        assert_eq!(split(&[1], &[512], (32, 8)), Split::Chunks(64));
         assert_eq!(split(&[1], &[100], (32, 8)), Split::Whole);
+        // Unequal sequences are cut shorter, so that the last block ends with the others.
+        assert_eq!(split(&[1; 64], &uneven, (32, 8)), Split::Chunks(3328));
+        // Nor many into more parts than one block can join.
+        assert_eq!(split(&[1], &[32768], (16, 1)), Split::Chunks(512));
+    }
+
+    #[test]
+    fn device_split_counts_the_blocks_that_a_multiprocessor_holds() {
+        let tile = Tile { q: 16, kv: 128 };
+        let split = |kv: &[usize]| {
+            device_decode_split(
+                &problem(&[1; 8][..kv.len()], kv, (32, 8), 128),
+                tile,
+                WHOLE,
+                &DEVICE,
+            )
+        };
+        assert_eq!(split(&[8192; 8]), Split::Chunks(4096));
+        assert_eq!(split(&[8192]), Split::Chunks(512));
+        assert_eq!(split(&[1024]), Split::Chunks(128));
     }
 
     #[test]
@@ -363,6 +411,6 @@ mod tests {
         let mut spec = ProblemSpec::new(DType::BF16, 8, 2, 64, &[1, 1], &[70, 90_000]);
         spec.options.batch_invariant = true;
         let problem = Problem::new(spec).expect("valid");
-        assert_eq!(device_decode_split(&problem, SMALL, &DEVICE), Split::Chunks(512));
+        assert_eq!(device_decode_split(&problem, SMALL, HALF, &DEVICE), Split::Chunks(512));
     }
 }

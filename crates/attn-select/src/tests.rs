@@ -53,6 +53,7 @@ const fn kernel(name: &'static str, engine: Engine, family: Family) -> KernelDes
             Family::Decode => Some(16),
             Family::Prefill | Family::General | Family::Backward => None,
         },
+        most_units: None,
         features,
         min_compute: None,
         max_compute: None,

@@ -32,6 +32,7 @@ pub(super) fn family_of(kernel: &str) -> &'static str {
     match kernel {
         NAIVE => "naive",
         "cuda_decode" => "decode",
+        "cuda_decode_sm90a" => "decode_sm90a",
         "cuda_prefill_sm90a" => "prefill_sm90a",
         _ => "prefill",
     }
@@ -63,10 +64,13 @@ impl Selection {
                 attempts.push(Attempt { family, label: family.to_owned(), plan });
             }
         }
-        for &splits in self.splits(problem, runs.splits) {
-            let plan = self.plan(problem, Some(Phase::Decode), splits, &[NAIVE]);
-            let label = splits.map_or("decode".to_owned(), |n| format!("decode in {n}"));
-            attempts.push(Attempt { family: "decode", label, plan });
+        for kernel in self.decodes() {
+            let family = family_of(kernel.name);
+            for &splits in self.splits(problem, kernel, runs.splits) {
+                let plan = self.only(problem, kernel, splits);
+                let label = splits.map_or(family.to_owned(), |n| format!("{family} in {n}"));
+                attempts.push(Attempt { family, label, plan });
+            }
         }
         if runs.tiles {
             attempts.extend(self.tiles(problem));
@@ -75,8 +79,13 @@ impl Selection {
     }
 
     /// The split counts to try; where decode takes no such problem at all, one is enough to record that.
-    fn splits<'r>(&self, problem: &Problem, splits: &'r [Option<usize>]) -> &'r [Option<usize>] {
-        match self.plan(problem, Some(Phase::Decode), None, &[NAIVE]) {
+    fn splits<'r>(
+        &self,
+        problem: &Problem,
+        kernel: &KernelDesc,
+        splits: &'r [Option<usize>],
+    ) -> &'r [Option<usize>] {
+        match self.only(problem, kernel, None) {
             Some(_) => splits,
             None => splits.get(..1).unwrap_or_default(),
         }
@@ -131,6 +140,11 @@ impl Selection {
         let compute = self.caps.cuda.as_ref().map(|device| device.compute);
         let has = move |kernel: &&KernelDesc| kernel.family == family && kernel.runs_on(compute);
         self.catalogue.iter().filter(has)
+    }
+
+    /// The kernels that divide keys.
+    fn decodes(&self) -> impl Iterator<Item = &'static KernelDesc> {
+        self.catalogue.iter().filter(|kernel| kernel.family == Family::Decode)
     }
 
     /// The kernels of prompts.
@@ -291,7 +305,7 @@ pub(super) mod tests {
             }
         }
         // Each takes most of a second of a processor to compile.
-        assert!(instances.len() < 650, "{} instances", instances.len());
+        assert!(instances.len() < 720, "{} instances", instances.len());
     }
 
     #[test]

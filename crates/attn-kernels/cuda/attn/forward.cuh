@@ -11,6 +11,7 @@
 
 #pragma once
 
+#include "attn/exchange.cuh"
 #include "attn/hide.cuh"
 #include "attn/merge.cuh"
 #include "attn/output.cuh"
@@ -40,26 +41,39 @@ __device__ inline void sync() {
 
 }  // namespace team
 
-// HAS_PARTS: keys may be split.
-template <bool HAS_PARTS>
+// How the keys of a unit are divided among blocks.
+enum class Division {
+  none,
+  parts,     // joined by the block that ends last
+  clusters,  // parts that are neighbours may share a cluster, which joins them
+};
+
+template <Division DIVISION>
 __device__ void forward(const ForwardParams& p) {
   using namespace config;
+  constexpr bool HAS_PARTS = DIVISION != Division::none;
+  constexpr bool CAN_EXCHANGE = DIVISION == Division::clusters;
   extern __shared__ __align__(128) u8 memory[];
   __shared__ Visits visits;
   // What all threads know alike lives here: accumulators leave few registers.
   __shared__ Unit unit;
   __shared__ KeyRows<IS_PAGED, size_of(KV_DTYPE)> keys;
 
-  ptx::griddepcontrol_wait<__CUDA_ARCH__>();
-  ptx::griddepcontrol_launch_dependents<__CUDA_ARCH__>();
+  __shared__ i64 partial_first;  // partial_starts of the sequence
+
   const i32 thread = i32(threadIdx.x);
   if (thread < WARP) {
+    // The units of equal sequences follow from the parameters, before the launch before this one
+    // has ended.
+    if (p.uniform_units.value == 0) ptx::griddepcontrol_wait<__CUDA_ARCH__>();
     const Unit own = unit_of<BLOCK_M>(p, blockIdx.x);
     if (thread == 0) {
       unit = own;
       keys = KeyRows<IS_PAGED, size_of(KV_DTYPE)>(p, own.sequence, own.kv_head);
     }
   }
+  ptx::griddepcontrol_wait<__CUDA_ARCH__>();
+  ptx::griddepcontrol_launch_dependents<__CUDA_ARCH__>();
   __syncthreads();
   const i32 team = thread / TEAM_THREADS;
   const i32 warp = thread % TEAM_THREADS / WARP;
@@ -74,6 +88,10 @@ __device__ void forward(const ForwardParams& p) {
   const Exponent exponent{IS_GENERAL ? Units{1.0f, LOG2E} : Units{scale, scale * LOG2E}};
 
   load_queries(p, unit, queries);
+  if (HAS_PARTS && thread == 0 && unit.parts > 1) {
+    ptx::cp_async_ca_8(tile::shared_address(&partial_first),
+                       p.partial_starts + unit.sequence.index);
+  }
   ptx::cp_async_commit_group();
 
   // Options that say something of each pair of a row and a key.
@@ -96,14 +114,19 @@ __device__ void forward(const ForwardParams& p) {
 
   i32 first = visit(unit.keys.lo, team);
   i32 ahead = first;
+  Entries entries;
+  entries.read(p, keys, ahead, unit.keys.hi);
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
     if (ahead < unit.keys.hi) {
-      load_stage(p, keys, ring, stage, ahead, unit.keys.hi);
+      load_stage(p, keys, entries, ring, stage, ahead, unit.keys.hi);
       ahead = visit(ahead, TEAMS);
+      entries.read(p, keys, ahead, unit.keys.hi);
     }
     ptx::cp_async_commit_group();
   }
+  const Exchange exchange(p, unit, queries);
+  if (CAN_EXCHANGE && exchange.is_any()) exchange.begin();
   ptx::cp_async_wait_group<STAGES - 1>();
   __syncthreads();
   const warp::Queries q(queries, u32(warp));
@@ -122,8 +145,9 @@ __device__ void forward(const ForwardParams& p) {
     if constexpr (!IS_GENERAL) ahead = first + (STAGES - 1) * TEAMS * BLOCK_N;
     if (ahead < unit.keys.hi) {
       const int free = stage == 0 ? STAGES - 1 : stage - 1;
-      load_stage(p, keys, ring, free, ahead, unit.keys.hi);
+      load_stage(p, keys, entries, ring, free, ahead, unit.keys.hi);
       ahead = visit(ahead, TEAMS);
+      entries.read(p, keys, ahead, unit.keys.hi);
     }
     ptx::cp_async_commit_group();
 
@@ -151,15 +175,30 @@ __device__ void forward(const ForwardParams& p) {
     stage = stage == STAGES - 1 ? 0 : stage + 1;
   }
   __syncthreads();
+  const bool is_exchanged = CAN_EXCHANGE && exchange.is_any();
+  const i32 blocks = is_exchanged ? i32(exchange.blocks) : 1;
+  const i32 results = CAN_EXCHANGE ? unit.parts / blocks : unit.parts;
+  const i32 result = CAN_EXCHANGE ? unit.part / blocks : unit.part;
+  const i64 first_result = HAS_PARTS ? partial_first : 0;
+  const PartialRows partial = {results > 1, first_result, result, unit.rows};
   if constexpr (TEAMS == 1) {
-    write_alone(p, unit, warp, softmax, o, exponent, v_scale, queries);
+    write_alone(p, unit, partial, warp, softmax, o, exponent, v_scale, queries);
   } else {
+    if (is_exchanged) exchange.wait_begun();
     write_together(p, unit, team, warp, softmax, o, exponent, v_scale,
-                   reinterpret_cast<float*>(memory));
+                   reinterpret_cast<float*>(memory),
+                   [&](i32 row, i32 column, i32 position, i32 head, const float4& x, float lse) {
+                     if (is_exchanged) {
+                       const bool is_row = position < unit.sequence.q_len;
+                       exchange.send(row, column, is_row ? x : float4{}, is_row ? lse : NEG_INF);
+                       return;
+                     }
+                     write_columns(p, unit, partial, position, head, column, x);
+                     if (column == 0) write_lse(p, unit, partial, position, head, lse);
+                   });
   }
-  if constexpr (HAS_PARTS) {
-    if (unit.parts > 1 && ends_last(p, unit)) merge_parts(p, unit);
-  }
+  if (is_exchanged) exchange.join(p, unit, partial);
+  if (HAS_PARTS && results > 1) end_part(p, unit, partial_first, results);
 }
 
 }  // namespace attn

@@ -47,18 +47,26 @@ struct KeyRows {
     return {k + key * p.k.row * ELEMENT, v + key * p.v.row * ELEMENT, 1};
   }
 
+  // The entry of the block table for key `key`, which is in the sequence.
+  __device__ i32 page_of(const ForwardParams& p, i32 key) const {
+    return table[p.table.page_size.divide(u32(key)) * p.table.column];
+  }
+
+  // The row of key `key` in the page of that entry.
+  __device__ Row row(const ForwardParams& p, i32 key, i32 page) const {
+    if (page < 0 || page >= p.table.pages) {
+      const u8* nan = reinterpret_cast<const u8*>(&NAN_CHUNK);
+      return {nan, nan, 0};
+    }
+    const i32 slot = key - i32(p.table.page_size.divide(u32(key)) * p.table.page_size.value);
+    return {k + row_offset(p.k, page, slot, 0) * ELEMENT,
+            v + row_offset(p.v, page, slot, 0) * ELEMENT, 1};
+  }
+
   // The row of key `key`, which is in the sequence; in order, simply `rows` after that of `at`.
   __device__ Row next(const ForwardParams& p, const Row& at, i32 key, i32 rows) const {
     if constexpr (PAGED) {
-      const u32 column = p.table.page_size.divide(u32(key));
-      const i32 slot = key - i32(column * p.table.page_size.value);
-      const i32 page = table[column * p.table.column];
-      if (page < 0 || page >= p.table.pages) {
-        const u8* nan = reinterpret_cast<const u8*>(&NAN_CHUNK);
-        return {nan, nan, 0};
-      }
-      return {k + row_offset(p.k, page, slot, 0) * ELEMENT,
-              v + row_offset(p.v, page, slot, 0) * ELEMENT, 1};
+      return row(p, key, page_of(p, key));
     } else {
       return {at.k + rows * p.k.row * ELEMENT, at.v + rows * p.v.row * ELEMENT, 1};
     }

@@ -21,6 +21,8 @@
 #include "attn/split.cuh"
 #include "attn/unit.cuh"
 #include "ptx/global.cuh"
+#include "ptx/math.cuh"
+#include "ptx/opaque.cuh"
 #include "tile/reduce.cuh"
 
 namespace attn {
@@ -29,155 +31,168 @@ namespace merge {
 
 constexpr int COLUMNS = 4;  // of a lane
 constexpr int SLAB = WARP * COLUMNS;
-// Parts whose loads are under way at once.
-constexpr int AHEAD = 8;
+// Parts whose loads are under way at once: one for each lane's share.
+constexpr int AHEAD = 32;
 
 struct Four {
   float x[COLUMNS];
-};
 
-// Where the parts of one (row, head) are: part n is n * step rows on.
-struct PartRows {
-  i32 count;
-  i64 first;
-  i64 step;
-
-  __device__ i64 at(i32 part) const { return first + part * step; }
-};
-
-// The join of all parts and the sink: the weight of a part is exp(lse - max) / sum.
-struct Join {
-  float max;
-  float sum;  // 0: no part has weight and there is no sink
-  float lse;
-
-  __device__ float weight(float part_lse) const {
-    return part_lse == NEG_INF ? 0.0f : exp2f((part_lse - max) * LOG2E) / sum;
-  }
-};
-
-__device__ inline float part_lse(const ForwardParams& p, const PartRows& parts, i32 part) {
-  return part < parts.count ? ptx::ld_global_cg_f32(p.partial_lse + parts.at(part)) : NEG_INF;
-}
-
-// A NaN LSE loses every maximum and makes a NaN of the sum. `own`: the lane's part of the first
-// WARP.
-__device__ inline Join join_parts(const ForwardParams& p, const PartRows& parts, float own,
-                                  float sink) {
-  const i32 lane = i32(threadIdx.x % WARP);
-  float max = own;
-  for (i32 part = lane + WARP; part < parts.count; part += WARP) {
-    max = fmaxf(max, part_lse(p, parts, part));
-  }
-  const bool has_sink = sink != NEG_INF;
-  max = tile::warp::max(max);
-  if (has_sink) max = fmaxf(max, sink);
-  float sum = own == NEG_INF ? 0.0f : exp2f((own - max) * LOG2E);
-  for (i32 part = lane + WARP; part < parts.count; part += WARP) {
-    const float lse = part_lse(p, parts, part);
-    sum += lse == NEG_INF ? 0.0f : exp2f((lse - max) * LOG2E);
-  }
-  sum = tile::warp::sum(sum);
-  // The sink's own value where it is all there is: two roundings of logarithms would not give it
-  // back.
-  if (sum == 0.0f) return {max, has_sink ? 1.0f : 0.0f, sink};
-  if (has_sink) sum += exp2f((sink - max) * LOG2E);
-  return {max, sum, __fmaf_rn(LN2, log2f(sum), max)};
-}
-
-// The lane's columns of o from `column` on. All lanes call it: weights go round by shuffles.
-__device__ inline Four weighted_sum(const ForwardParams& p, const PartRows& parts, const Join& join,
-                                    float own, i32 column) {
-  const i32 lane = i32(threadIdx.x % WARP);
-  // Loads do not depend on weights, so that AHEAD of them are under way: what a lane has no column
-  // for, or a part no weight, is read and does not count.
-  const float* const from =
-      p.partial_o + parts.first * p.value_dim + (column < p.value_dim ? column : 0);
-  const i64 step = parts.step * p.value_dim;
-  Four o = {};
-  for (i32 start = 0; start < parts.count; start += WARP) {
-    const float weight = join.weight(start == 0 ? own : part_lse(p, parts, start + lane));
-    const i32 count = min_of(WARP, parts.count - start);
-    for (i32 first = 0; first < count; first += AHEAD) {
-      Vec16 loaded[AHEAD];
+  // A part without weight does not count.
+  __device__ void add(float share, const Vec16& part) {
 #pragma unroll
-      for (int i = 0; i < AHEAD; ++i) {
-        const i32 part = min_of(start + first + i, parts.count - 1);
-        loaded[i] = ptx::ld_global_cg_v4_b32(from + part * step);
-      }
-#pragma unroll
-      for (int i = 0; i < AHEAD; ++i) {
-        // A lane past the last part has no weight.
-        const float w = __shfl_sync(~0u, weight, first + i);
-#pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) {
-          o.x[j] += w * (w == 0.0f ? 0.0f : __uint_as_float(loaded[i].word[j]));
-        }
-      }
+    for (int j = 0; j < COLUMNS; ++j) {
+      x[j] += share * (share == 0.0f ? 0.0f : __uint_as_float(part.word[j]));
     }
   }
-  return o;
+};
+
+// What a part with this LSE weighs relative to the largest one.
+__device__ inline float share_of(float lse, float max) {
+  return lse == NEG_INF ? 0.0f : ptx::ex2_approx_ftz_f32((lse - max) * LOG2E);
 }
 
-__device__ inline void write_four(const ForwardParams& p, const Unit& unit, i32 position, i32 head,
-                                  i32 column, const Four& o) {
-  if (column >= p.value_dim) return;
-  ptx::st_global_v2_b32(query_row<u16>(p.o, unit, position, head) + column,
-                        warp::round_pair(o.x[0], o.x[1]), warp::round_pair(o.x[2], o.x[3]));
-}
+// The join of all parts and the sink.
+struct Join {
+  float factor;  // of the sum of all rows by their shares
+  float lse;
 
-// One written row of one head; all lanes of a warp.
-__device__ inline void row(const ForwardParams& p, const Unit& unit, i32 position, i32 head) {
-  const i32 lane = i32(threadIdx.x % WARP);
-  const bool is_row = position < unit.sequence.q_len;
-  const i64 start = p.partial_starts[unit.sequence.index];
-  const PartRows parts = {is_row ? unit.parts : 0,
-                          partial_row(p, start, 0, unit.rows, position, head),
-                          i64(unit.rows) * p.q_heads};
-  const float own = part_lse(p, parts, lane);
-  const float sink = is_row ? per_head(p.sinks, unit.sequence.index, head, NEG_INF) : NEG_INF;
-  const Join join = join_parts(p, parts, own, sink);
-  for (i32 slab = 0; slab < p.value_dim; slab += SLAB) {
-    const i32 column = slab + lane * COLUMNS;
-    write_four(p, unit, position, head, column, weighted_sum(p, parts, join, own, column));
+  // `sum`: of the shares. A NaN LSE loses every maximum and makes a NaN of the sum.
+  __device__ Join(float max, float sum, float sink) {
+    // The sink's own value where it is all there is: two roundings of logarithms would not give it
+    // back.
+    if (sum == 0.0f) {
+      factor = 0.0f;
+      lse = sink;
+      return;
+    }
+    if (sink != NEG_INF) sum += ptx::ex2_approx_ftz_f32((sink - max) * LOG2E);
+    factor = ptx::rcp_approx_ftz_f32(sum);
+    lse = __fmaf_rn(LN2, ptx::lg2_approx_f32(sum), max);
   }
-  if (p.lse.data != nullptr && lane == 0) {
-    *query_row<float>(p.lse, unit, position, head) = join.lse;
+};
+
+// A row of one head that is written, and its partial results; all lanes of a warp.
+struct Row {
+  i32 position;
+  i32 head;
+  i32 parts;
+  i64 step;           // from a part to the next, in rows
+  const float* lse;   // of the first part
+  const float* four;  // of the first part, the lane's first columns
+
+  // `row` is flat.
+  __device__ Row(const ForwardParams& p, const Unit& unit, i64 partial_first, i32 count, i32 row) {
+    const i32 lane = i32(threadIdx.x % WARP);
+    position = unit.position(p, row);
+    head = unit.head_of(p, row, position);
+    // Padding has no parts.
+    parts = position < unit.sequence.q_len ? count : 0;
+    const i64 first = partial_row(p, partial_first, 0, unit.rows, position, head);
+    step = i64(unit.rows) * p.q_heads;
+    lse = ptx::opaque(p.partial_lse + first);
+    // What a lane has no column for is read and does not count.
+    four = ptx::opaque(p.partial_o + first * p.value_dim +
+                       (lane * COLUMNS < p.value_dim ? lane * COLUMNS : 0));
   }
-}
+
+  __device__ bool is_written(const Unit& unit) const { return position < unit.rows; }
+
+  __device__ float lse_of(i32 part) const {
+    return part < parts ? ptx::ld_global_cg_f32(lse + part * step) : NEG_INF;
+  }
+
+  // Starts the loads of AHEAD parts from `start` on, `slab` columns on.
+  __device__ void load(const ForwardParams& p, i32 slab, i32 start, Vec16 (&loaded)[AHEAD]) const {
+    const i64 next = step * p.value_dim;
+    const float* from = four + start * next + slab;
+    if (i32(threadIdx.x % WARP) * COLUMNS + slab >= p.value_dim) from -= slab;
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i, from += next) {
+      if (start + i < parts) loaded[i] = ptx::ld_global_cg_v4_b32(from);
+    }
+  }
+
+  __device__ void join(const ForwardParams& p, const Unit& unit) const {
+    const i32 lane = i32(threadIdx.x % WARP);
+    // Loads do not depend on shares, so that they are one way to memory and back with those of the
+    // LSEs.
+    Vec16 loaded[AHEAD] = {};
+    const float own = lse_of(lane);
+    load(p, 0, 0, loaded);
+    const float sink = position < unit.sequence.q_len
+                           ? per_head(p.sinks, unit.sequence.index, head, NEG_INF)
+                           : NEG_INF;
+    float max = own;
+    for (i32 part = lane + WARP; part < parts; part += WARP) max = fmaxf(max, lse_of(part));
+    max = fmaxf(tile::warp::max(max), sink);
+    const float own_share = share_of(own, max);
+    float sum = own_share;
+    for (i32 part = lane + WARP; part < parts; part += WARP) sum += share_of(lse_of(part), max);
+    const Join all(max, tile::warp::sum(sum), sink);
+    for (i32 slab = 0; slab < p.value_dim; slab += SLAB) {
+      Four o = {};
+      float share = own_share;
+      for (i32 start = 0; start < parts; start += AHEAD) {
+        if (slab + start > 0) load(p, slab, start, loaded);
+        if (start > 0) share = share_of(lse_of(start + lane), max);
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+          // Few parts are most common. A lane past the last one has no share.
+          if (i % 8 == 0 && start + i >= parts) break;
+          o.add(__shfl_sync(~0u, share, i), loaded[i]);
+        }
+      }
+      const i32 column = slab + lane * COLUMNS;
+      if (column < p.value_dim) {
+        ptx::st_global_v2_b32(query_row<u16>(p.o, unit, position, head) + column,
+                              warp::round_pair(o.x[0] * all.factor, o.x[1] * all.factor),
+                              warp::round_pair(o.x[2] * all.factor, o.x[3] * all.factor));
+      }
+    }
+    if (p.lse.data != nullptr && lane == 0) {
+      *query_row<float>(p.lse, unit, position, head) = all.lse;
+    }
+  }
+};
 
 }  // namespace merge
 
 // Counts a part of a unit's rows as done, its results written, and answers whether it was the last
-// one. The count is back at 0 then.
-__device__ inline bool ends_last(const ForwardParams& p, const Unit& unit) {
+// one. The counter is back at 0 then.
+__device__ inline bool ends_last(const ForwardParams& p, const Unit& unit, i64 partial_first) {
   __shared__ bool is_last;
-  u32* count = nullptr;
+  u32* ended = nullptr;
   if (threadIdx.x == 0) {
     const i32 position = unit.position(p, 0);
-    count = p.counter + partial_row(p, p.partial_starts[unit.sequence.index], 0, unit.rows,
-                                    position, unit.head_of(p, 0, position));
+    ended = p.counter +
+            partial_row(p, partial_first, 0, unit.rows, position, unit.head_of(p, 0, position));
   }
   __syncthreads();
   if (threadIdx.x == 0) {
     // What the block has written is behind the barrier, and what others have is read past the
     // first-level cache.
-    __threadfence();
-    is_last = atomicAdd(count, 1u) == u32(unit.parts) - 1;
-    if (is_last) *count = 0;
-    __threadfence();
+    is_last = ptx::atom_acq_rel_gpu_add_u32(ended, 1) == u32(unit.parts) - 1;
+    if (is_last) *ended = 0;
   }
   __syncthreads();
   return is_last;
 }
 
-// Joins the parts of a unit's rows.
-__device__ inline void merge_parts(const ForwardParams& p, const Unit& unit) {
+// After a part of a unit's rows is written, or a block's piece of those of a cluster: the block
+// that ends last joins all `count` results.
+__device__ inline void end_part(const ForwardParams& p, const Unit& unit, i64 partial_first,
+                                i32 count) {
   constexpr i32 WARPS = config::THREADS / WARP;
-  for (i32 flat = i32(threadIdx.x) / WARP; flat < config::BLOCK_M; flat += WARPS) {
-    const i32 position = unit.position(p, flat);
-    if (position >= unit.rows) return;
-    merge::row(p, unit, position, unit.head_of(p, flat, position));
+  const i32 warp = i32(threadIdx.x) / WARP;
+  // Addresses are formed while the count is on its way.
+  merge::Row row(p, unit, partial_first, count, warp);
+  if (!ends_last(p, unit, partial_first)) return;
+  for (i32 flat = warp;;) {
+    if (!row.is_written(unit)) return;
+    row.join(p, unit);
+    flat += WARPS;
+    if (flat >= config::BLOCK_M) return;
+    row = merge::Row(p, unit, partial_first, count, flat);
   }
 }
 

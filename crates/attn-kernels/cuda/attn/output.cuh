@@ -6,8 +6,8 @@
 // Tensors: o, lse and the partial results of ForwardParams. Who executes: all threads of the block,
 // behind a barrier after their last tile.
 // Shared memory: one team, a 16-bit tile [BLOCK_M, VALUE_DIM] in place of the queries and keys;
-// several, f32 [TEAMS, BLOCK_M, VALUE_DIM + 4], then maximum and sum [TEAMS, BLOCK_M] each.
-// What it does not do: join parts (attn/merge.cuh).
+// several, f32 [TEAMS, BLOCK_M, VALUE_DIM + 4], then maximum and sum [TEAMS, BLOCK_M] each, then
+// for a cluster LSE [BLOCK_M]. What it does not do: join parts (attn/merge.cuh).
 
 #pragma once
 
@@ -17,54 +17,45 @@
 #include "attn/split.cuh"
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
+#include "ptx/opaque.cuh"
 #include "ptx/shared.cuh"
 
 namespace attn {
 
-// The row of this unit's part among the partial results.
-__device__ inline i64 own_partial_row(const ForwardParams& p, const Unit& unit, i32 position,
-                                      i32 head) {
-  return partial_row(p, p.partial_starts[unit.sequence.index], unit.part, unit.rows, position,
-                     head);
-}
-
 // Writes the LSE of a row that exists or is padding.
-__device__ inline void write_lse(const ForwardParams& p, const Unit& unit, i32 position, i32 head,
-                                 float lse) {
+__device__ inline void write_lse(const ForwardParams& p, const Unit& unit,
+                                 const PartialRows& partial, i32 position, i32 head, float lse) {
   if (position >= unit.rows) return;
   const bool is_row = position < unit.sequence.q_len;
-  if (unit.parts > 1) {
-    if (is_row) p.partial_lse[own_partial_row(p, unit, position, head)] = lse;
+  if (partial.are_used) {
+    if (is_row) p.partial_lse[partial.at(p, position, head)] = lse;
   } else if (p.lse.data != nullptr) {
     *query_row<float>(p.lse, unit, position, head) = is_row ? lse : NEG_INF;
   }
 }
 
-// Eight columns of a row that exists or is padding. `x` is already divided.
-__device__ inline void write_columns(const ForwardParams& p, const Unit& unit, i32 position,
-                                     i32 head, i32 column, const float (&x)[8]) {
+// Four columns of a row that exists or is padding. `x` is already divided.
+__device__ inline void write_columns(const ForwardParams& p, const Unit& unit,
+                                     const PartialRows& partial, i32 position, i32 head, i32 column,
+                                     const float4& x) {
   if (position >= unit.rows || column >= p.value_dim) return;
   const bool is_row = position < unit.sequence.q_len;
-  if (unit.parts > 1) {
+  if (partial.are_used) {
     if (!is_row) return;
-    const i64 row = own_partial_row(p, unit, position, head);
-    float4* to = reinterpret_cast<float4*>(p.partial_o + row * p.value_dim + column);
-    to[0] = make_float4(x[0], x[1], x[2], x[3]);
-    to[1] = make_float4(x[4], x[5], x[6], x[7]);
-    return;
+    float* to = p.partial_o + partial.at(p, position, head) * p.value_dim + column;
+    *reinterpret_cast<float4*>(to) = x;
+  } else {
+    ptx::st_global_v2_b32(query_row<u16>(p.o, unit, position, head) + column,
+                          is_row ? warp::round_pair(x.x, x.y) : 0,
+                          is_row ? warp::round_pair(x.z, x.w) : 0);
   }
-  Vec16 packed;
-#pragma unroll
-  for (int word = 0; word < 4; ++word) {
-    packed.word[word] = is_row ? warp::round_pair(x[word * 2], x[word * 2 + 1]) : 0;
-  }
-  ptx::st_global_v4_b32(query_row<u16>(p.o, unit, position, head) + column, packed);
 }
 
 // One team: through shared memory at `memory`, which no warp reads any more.
-__device__ inline void write_alone(const ForwardParams& p, const Unit& unit, i32 warp,
-                                   const warp::Softmax& state, const warp::Accumulator& o,
-                                   const Exponent& exponent, float v_scale, u32 memory) {
+__device__ inline void write_alone(const ForwardParams& p, const Unit& unit,
+                                   const PartialRows& partial, i32 warp, const warp::Softmax& state,
+                                   const warp::Accumulator& o, const Exponent& exponent,
+                                   float v_scale, u32 memory) {
   using namespace config;
   using Tile = tile::Panels<BLOCK_M, VALUE_DIM>;
 #pragma unroll
@@ -79,11 +70,12 @@ __device__ inline void write_alone(const ForwardParams& p, const Unit& unit, i32
       const float sink = is_row ? sink_of(p, unit, head) : NEG_INF;
       const RowResult result = finish_row(state.max[i][half], sum, exponent, sink);
       const float share = result.factor * v_scale;
-      if (threadIdx.x % 4 == 0) write_lse(p, unit, position, head, result.lse);
-      if (unit.parts > 1) {
+      if (ptx::opaque(threadIdx.x) % 4 == 0) {
+        write_lse(p, unit, partial, position, head, result.lse);
+      }
+      if (partial.are_used) {
         if (!is_row) continue;
-        float* to = p.partial_o + own_partial_row(p, unit, position, head) * p.value_dim +
-                    warp::own_column();
+        float* to = p.partial_o + partial.at(p, position, head) * p.value_dim + warp::own_column();
 #pragma unroll
         for (int j = 0; j < warp::VALUE_TILES; ++j) {
           if (j * 8 >= p.value_dim) break;
@@ -101,7 +93,7 @@ __device__ inline void write_alone(const ForwardParams& p, const Unit& unit, i32
       }
     }
   }
-  if (unit.parts > 1) return;
+  if (partial.are_used) return;
   __syncthreads();
   constexpr int LANES = Tile::CHUNKS;
   const int chunk = threadIdx.x % LANES;
@@ -121,19 +113,26 @@ __device__ inline void write_alone(const ForwardParams& p, const Unit& unit, i32
   }
 }
 
-// Several teams, each with the same rows and other keys: joined like parts of the keys.
-__device__ inline void write_together(const ForwardParams& p, const Unit& unit, i32 team, i32 warp,
-                                      const warp::Softmax& state, const warp::Accumulator& o,
-                                      const Exponent& exponent, float v_scale, float* memory) {
+// Several teams, each with the same rows and other keys: joined like parts of the keys. What they
+// come to goes to `write`, four columns of a flat row, with its LSE, at a time, VALUE_DIM / 4
+// threads to a row; the columns are divided.
+template <typename Write>
+__device__ void write_together(const ForwardParams& p, const Unit& unit, i32 team, i32 warp,
+                               const warp::Softmax& state, const warp::Accumulator& o,
+                               const Exponent& exponent, float v_scale, float* memory,
+                               const Write& write) {
   using namespace config;
   // Four more floats a row put rows that lanes write together into different banks.
   constexpr int ROW = VALUE_DIM + 4;
+  const i32 rows = min_of(i32(u32(unit.rows) * p.pack.value) - unit.first, BLOCK_M);
   float* maxima = memory + TEAMS * BLOCK_M * ROW;
   float* sums = maxima + TEAMS * BLOCK_M;
 #pragma unroll
   for (int i = 0; i < ROW_TILES; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      // Of few rows the later halves are empty.
+      if ((warp * ROW_TILES + i) * 16 + half * 8 >= rows) break;
       const i32 row = team * BLOCK_M + warp::own_row(warp, i, half);
       const float sum = warp::quad_sum(state.sum[i][half]);
       if (threadIdx.x % 4 == 0) {
@@ -148,37 +147,36 @@ __device__ inline void write_together(const ForwardParams& p, const Unit& unit, 
     }
   }
   __syncthreads();
-  constexpr int LANES = VALUE_DIM / 8;
-  for (int index = threadIdx.x; index < BLOCK_M * LANES; index += THREADS) {
+  constexpr int LANES = VALUE_DIM / 4;
+  for (int index = threadIdx.x; index < rows * LANES; index += THREADS) {
     const int row = index / LANES;
-    const int column = index % LANES * 8;
+    const int column = index % LANES * 4;
     const i32 position = unit.position(p, row);
     const i32 head = unit.head_of(p, row, position);
     float top = NEG_INF;
+#pragma unroll
     for (int t = 0; t < TEAMS; ++t) top = fmaxf(top, maxima[t * BLOCK_M + row]);
     const float shift = exponent.shift(top);
     float sum = 0.0f;
-    float x[8] = {};
+    float4 x = {};
 #pragma unroll
     for (int t = 0; t < TEAMS; ++t) {
       const float share =
           ptx::ex2_approx_ftz_f32(exponent.of_max(maxima[t * BLOCK_M + row], shift));
       sum += sums[t * BLOCK_M + row] * share;
-      const float4* from =
-          reinterpret_cast<const float4*>(memory + (t * BLOCK_M + row) * ROW + column);
-      const float4 lo = from[0];
-      const float4 hi = from[1];
-      const float part[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
-#pragma unroll
-      for (int e = 0; e < 8; ++e) x[e] += part[e] * share;
+      const float4 part =
+          *reinterpret_cast<const float4*>(memory + (t * BLOCK_M + row) * ROW + column);
+      x.x += part.x * share;
+      x.y += part.y * share;
+      x.z += part.z * share;
+      x.w += part.w * share;
     }
     const bool is_row = position < unit.sequence.q_len;
     const RowResult result =
         finish_row(top, sum, exponent, is_row ? sink_of(p, unit, head) : NEG_INF);
-#pragma unroll
-    for (int e = 0; e < 8; ++e) x[e] *= result.factor * v_scale;
-    if (column == 0) write_lse(p, unit, position, head, result.lse);
-    write_columns(p, unit, position, head, column, x);
+    const float factor = result.factor * v_scale;
+    write(row, column, position, head,
+          float4{x.x * factor, x.y * factor, x.z * factor, x.w * factor}, result.lse);
   }
 }
 

@@ -9,8 +9,8 @@
 
 #pragma once
 
-#include "attn/fragment.cuh"
 #include "attn/exponent.cuh"
+#include "attn/fragment.cuh"
 #include "ptx/math.cuh"
 
 namespace attn::warp {

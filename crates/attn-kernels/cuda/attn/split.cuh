@@ -42,4 +42,16 @@ __device__ inline i64 partial_row(const ForwardParams& p, i64 first, i32 part, i
   return first + (static_cast<i64>(part) * rows + row) * p.q_heads + head;
 }
 
+// Where a part leaves its results.
+struct PartialRows {
+  bool are_used;  // else they are all there is, and go to the output
+  i64 first;      // partial_starts of the sequence
+  i32 part;
+  i32 rows;
+
+  __device__ i64 at(const ForwardParams& p, i32 row, i32 head) const {
+    return partial_row(p, first, part, rows, row, head);
+  }
+};
+
 }  // namespace attn

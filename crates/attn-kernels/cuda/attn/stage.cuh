@@ -32,7 +32,7 @@ struct Share {
   static constexpr int PASSES = (config::BLOCK_N + PASS - 1) / PASS;
   // Bytes of the tile as it is stored in the cache, and threads that have a chunk of it in a pass.
   static constexpr u32 RAW_BYTES = config::BLOCK_N * DIM * ELEMENT;
-  static constexpr int SHARERS = min_of(config::TEAM_THREADS, config::BLOCK_N * LANES);
+  static constexpr int SHARERS = min_of(config::TEAM_THREADS, config::BLOCK_N* LANES);
   static_assert(!config::IS_FP8 || PASSES * Tile::COUNT * SHARERS * 16 == RAW_BYTES);
 };
 
@@ -74,11 +74,36 @@ __device__ void copy_row(u32 to, const u8* from, i32 step, int pass, i32 limit) 
   }
 }
 
+// Whether the entries of the block table are read a tile ahead, so that no copy waits for one: a
+// warp that streams keys alone has registers for them.
+constexpr bool LOOKS_AHEAD = config::IS_PAGED && config::TEAM_WARPS == 1 &&
+                             config::ROW_TILES == 1 &&
+                             Share<config::HEAD_DIM>::LANES == Share<config::VALUE_DIM>::LANES;
+
+// The entries for the rows of a tile that the thread copies.
+struct Entries {
+  using S = Share<config::HEAD_DIM>;
+
+  i32 pages[LOOKS_AHEAD ? S::PASSES : 1];
+
+  template <typename Source>
+  __device__ void read(const ForwardParams& p, const Source& keys, i32 first, i32 hi) {
+    if constexpr (LOOKS_AHEAD) {
+      if (first >= hi) return;
+      const i32 top = first + i32(threadIdx.x) % config::TEAM_THREADS / S::LANES;
+#pragma unroll
+      for (int pass = 0; pass < S::PASSES; ++pass) {
+        pages[pass] = keys.page_of(p, min_of(top + pass * S::PASS, hi - 1));
+      }
+    }
+  }
+};
+
 // Starts the copies of a tile of keys: its K rows, its V rows, or both where the threads share them
 // alike.
 template <int DIM, bool HAS_K, bool HAS_V, typename Source>
-__device__ void copy_tile(const ForwardParams& p, const Source& keys, u32 k, u32 v, i32 first,
-                          i32 hi) {
+__device__ void copy_tile(const ForwardParams& p, const Source& keys, const Entries& entries, u32 k,
+                          u32 v, i32 first, i32 hi) {
   using S = Share<DIM>;
   const int thread = threadIdx.x % config::TEAM_THREADS;
   const int lane = thread % S::LANES;
@@ -89,13 +114,17 @@ __device__ void copy_tile(const ForwardParams& p, const Source& keys, u32 k, u32
   auto source = keys.first(p, first + top);
   // Looked-up addresses are long-lived where the loop is unrolled; without a look-up they are one
   // sum.
-#pragma unroll(config::IS_PAGED ? 1 : S::PASSES)
+#pragma unroll(config::IS_PAGED && !LOOKS_AHEAD ? 1 : S::PASSES)
   for (int pass = 0; pass < S::PASSES; ++pass) {
     if (config::BLOCK_N % S::PASS != 0 && top + pass * S::PASS >= config::BLOCK_N) break;
     const i32 key = first + top + pass * S::PASS;
     // A key past the end: its address is formed and never read. Where forming it would read the
     // block table, the last key stands in.
-    if (config::IS_PAGED || pass > 0) source = keys.next(p, source, min_of(key, hi - 1), S::PASS);
+    if constexpr (LOOKS_AHEAD) {
+      source = keys.row(p, min_of(key, hi - 1), entries.pages[pass]);
+    } else if (config::IS_PAGED || pass > 0) {
+      source = keys.next(p, source, min_of(key, hi - 1), S::PASS);
+    }
     const i32 k_limit = key < hi ? p.head_dim - column : 0;
     const i32 v_limit = key < hi ? p.value_dim - column : 0;
     const i64 shift = i64(column) * S::ELEMENT * source.step;
@@ -110,16 +139,16 @@ __device__ void copy_tile(const ForwardParams& p, const Source& keys, u32 k, u32
 
 // Starts the copies of a tile of keys into a stage.
 template <typename Source>
-__device__ void load_stage(const ForwardParams& p, const Source& keys, u32 team, int stage,
-                           i32 first, i32 hi) {
+__device__ void load_stage(const ForwardParams& p, const Source& keys, const Entries& entries,
+                           u32 team, int stage, i32 first, i32 hi) {
   using namespace config;
   const u32 k = IS_FP8 ? team + TILE_BYTES + stage * RAW_BYTES : team + stage * TILE_BYTES;
   const u32 v = k + (IS_FP8 ? Share<HEAD_DIM>::RAW_BYTES : KTile::BYTES);
   if constexpr (Share<HEAD_DIM>::LANES == Share<VALUE_DIM>::LANES) {
-    copy_tile<HEAD_DIM, true, true>(p, keys, k, v, first, hi);
+    copy_tile<HEAD_DIM, true, true>(p, keys, entries, k, v, first, hi);
   } else {
-    copy_tile<HEAD_DIM, true, false>(p, keys, k, v, first, hi);
-    copy_tile<VALUE_DIM, false, true>(p, keys, k, v, first, hi);
+    copy_tile<HEAD_DIM, true, false>(p, keys, entries, k, v, first, hi);
+    copy_tile<VALUE_DIM, false, true>(p, keys, entries, k, v, first, hi);
   }
 }
 

@@ -9,5 +9,5 @@
 
 extern "C" __global__ void __launch_bounds__(attn::config::THREADS, attn::config::MIN_BLOCKS)
     attn_decode(const __grid_constant__ attn::ForwardParams p) {
-  attn::forward<true>(p);
+  attn::forward<attn::Division::parts>(p);
 }

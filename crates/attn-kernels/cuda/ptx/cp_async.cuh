@@ -15,6 +15,11 @@ __device__ inline void cp_async_cg_16(u32 to, const void* from, u32 bytes) {
                : "memory");
 }
 
+// cp.async.ca.shared.global: 8 bytes; both addresses on 8.
+__device__ inline void cp_async_ca_8(u32 shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");
+}
+
 // cp.async.commit_group: the thread's copies since the last one form a group.
 __device__ inline void cp_async_commit_group() {
   asm volatile("cp.async.commit_group;" ::: "memory");

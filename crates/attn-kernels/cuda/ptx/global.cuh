@@ -39,4 +39,15 @@ __device__ inline float ld_global_cg_f32(const float* from) {
   return x;
 }
 
+// atom.acq_rel.gpu.global.add.u32: the sum so far; orders what the block wrote before, and what it
+// reads after, with other blocks that add.
+__device__ inline u32 atom_acq_rel_gpu_add_u32(u32* to, u32 x) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(to), "r"(x)
+               : "memory");
+  return before;
+}
+
 }  // namespace attn::ptx

@@ -46,4 +46,16 @@ __device__ inline bool mbarrier_try_wait_parity(u32 barrier, u32 parity) {
   return has_ended != 0;
 }
 
+// The same with .acquire.cluster: what other blocks of the cluster have sent is there.
+__device__ inline bool mbarrier_try_wait_parity_cluster(u32 barrier, u32 parity) {
+  u32 has_ended;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; "
+      "selp.u32 %0, 1, 0, p; }"
+      : "=r"(has_ended)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return has_ended != 0;
+}
+
 }  // namespace attn::ptx

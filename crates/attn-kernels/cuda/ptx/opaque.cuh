@@ -15,4 +15,10 @@ __device__ inline u32 opaque(u32 x) {
   return x;
 }
 
+template <typename T>
+__device__ T* opaque(T* x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
+
 }  // namespace attn::ptx

@@ -32,4 +32,11 @@ __device__ inline void st_shared_b32(u32 address, u32 word) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }
 
+// ld.shared.f32
+__device__ inline float ld_shared_f32(u32 address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+
 }  // namespace attn::ptx

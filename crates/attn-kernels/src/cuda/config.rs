@@ -56,6 +56,11 @@ const DECODE_TILES: &[Tile] = &[
     Tile { q: 64, kv: 16 },
 ];
 
+/// The tile of the Hopper decode kernel: the keys that its eight teams take at a time, as many each as those of the
+/// portable kernel.
+const NARROW_DECODE_SM90A_TILES: &[Tile] = &[Tile { q: 16, kv: 256 }];
+const DECODE_SM90A_TILES: &[Tile] = &[Tile { q: 16, kv: 128 }];
+
 /// A head dimension up to this is narrow.
 const NARROW_DIM: usize = 64;
 
@@ -66,11 +71,16 @@ pub(crate) const fn prefill_tiles(_: &Problem) -> &'static [Tile] {
 
 /// Tiles of the decode kernel.
 pub(crate) fn decode_tiles(problem: &Problem) -> &'static [Tile] {
-    if problem.head_dim().max(problem.value_dim()) <= NARROW_DIM {
-        NARROW_DECODE_TILES
-    } else {
-        DECODE_TILES
-    }
+    if is_narrow(problem) { NARROW_DECODE_TILES } else { DECODE_TILES }
+}
+
+/// Tiles of the Hopper decode kernel.
+pub(crate) fn decode_sm90a_tiles(problem: &Problem) -> &'static [Tile] {
+    if is_narrow(problem) { NARROW_DECODE_SM90A_TILES } else { DECODE_SM90A_TILES }
+}
+
+fn is_narrow(problem: &Problem) -> bool {
+    problem.head_dim().max(problem.value_dim()) <= NARROW_DIM
 }
 
 /// The naive kernel has no tile: a block a row.
@@ -130,7 +140,18 @@ impl Design {
             is_paged: problem.cache_layout().is_some(),
             is_general,
             tile,
-            shape: shape(tile, head_dim.max(value_dim), is_general),
+            shape: match entry {
+                Entry::DecodeSm90a => Shape { row_tiles: 1, team_warps: 1, teams: 8, stages: 3 },
+                _ => shape(tile, head_dim.max(value_dim), is_general),
+            },
+        }
+    }
+
+    /// Keys that a team takes at a time.
+    const fn team_keys(&self) -> usize {
+        match self.entry {
+            Entry::DecodeSm90a => self.tile.kv / self.shape.teams as usize,
+            _ => self.tile.kv,
         }
     }
 
@@ -139,13 +160,13 @@ impl Design {
     }
 
     /// Bytes of shared memory that the launch asks for: queries and the rings of the teams, which the
-    /// output reuses (`cuda/attn/forward.cuh`).
+    /// output reuses (`cuda/attn/forward.cuh`), and what a cluster exchanges.
     fn dynamic_smem(&self) -> usize {
         let Shape { team_warps: _, teams, stages, row_tiles: _ } = self.shape;
         let (teams, stages) = (teams as usize, stages as usize);
         let dims = self.head_dim + self.value_dim;
-        let tile = self.tile.kv * dims * 2;
-        let raw = self.tile.kv * dims * self.kv_dtype.size();
+        let tile = self.team_keys() * dims * 2;
+        let raw = self.team_keys() * dims * self.kv_dtype.size();
         let ring = if self.kv_dtype.is_fp8() { tile + stages * raw } else { stages * tile };
         let streaming = self.tile.q * self.head_dim * 2 + teams * ring;
         let output = if teams == 1 {
@@ -153,7 +174,11 @@ impl Design {
         } else {
             teams * self.tile.q * (self.value_dim + 4 + 2) * 4
         };
-        streaming.max(output)
+        let exchange = match self.entry {
+            Entry::DecodeSm90a => exchange_bytes(self.tile.q, self.value_dim),
+            _ => 0,
+        };
+        streaming.max(output) + exchange
     }
 
     /// Shared memory that the kernel declares itself: what a block's threads know alike, and the visits of a
@@ -177,13 +202,24 @@ impl Design {
                 ("row_tiles", i64::from(row_tiles)),
                 ("team_warps", i64::from(team_warps)),
                 ("teams", i64::from(teams)),
-                ("block_n", int(self.tile.kv)),
+                ("block_n", int(self.team_keys())),
                 ("stages", i64::from(stages)),
                 // Two blocks of four warps fill the registers; eight warps do alone.
                 ("min_blocks", if self.threads() <= 128 { 2 } else { 1 }),
             ],
         )
     }
+}
+
+/// Blocks of a cluster, at most: the most that a Hopper can have.
+pub(crate) const MOST_CLUSTER: u32 = 16;
+
+/// Shared memory for the pieces that the blocks of a cluster send each other (`cuda/attn/exchange.cuh`).
+const fn exchange_bytes(rows: usize, value_dim: usize) -> usize {
+    let blocks = MOST_CLUSTER as usize;
+    let quads = rows * (value_dim / 4);
+    // Pieces are rounded up to whole quads.
+    16 + blocks * rows * 4 + (quads + blocks) * 16
 }
 
 /// Scales of the plain instance: positive, and such that a product with an fp8 cache's scale neither vanishes nor
@@ -257,6 +293,11 @@ pub(crate) fn decode_smem(problem: &Problem, tile: Tile) -> Bytes {
     smem(Entry::Decode, problem, tile)
 }
 
+/// Shared memory of a block of the Hopper decode kernel.
+pub(crate) fn decode_sm90a_smem(problem: &Problem, tile: Tile) -> Bytes {
+    smem(Entry::DecodeSm90a, problem, tile)
+}
+
 /// Shared memory of a block of the naive kernel, all of it static: `Shared` in `cuda/kernel/naive.cu`.
 pub(crate) fn naive_smem(_: &Problem, _: Tile) -> Bytes {
     Bytes(9744)
@@ -292,6 +333,9 @@ pub(crate) fn forward(plan: &Plan) -> Result<Config, Error> {
         }
         "cuda_decode" if decode_tiles(problem).contains(&plan.tile) => {
             Ok(tiled(Entry::Decode, problem, plan.tile, problem.group().max(1)))
+        }
+        "cuda_decode_sm90a" if decode_sm90a_tiles(problem).contains(&plan.tile) => {
+            Ok(tiled(Entry::DecodeSm90a, problem, plan.tile, problem.group().max(1)))
         }
         kernel => Err(Error::Plan {
             expected: "a forward kernel of the CUDA engine with one of its tiles and splits",

@@ -21,7 +21,7 @@ use super::maps;
 use super::order::{COUNTER_BYTES, Order};
 use super::params::{self, Divisor};
 use super::workspace::{Key, Prepared, Ready, Workspace};
-use super::{config, forward};
+use super::{cluster, config, forward};
 use crate::catalog::catalog;
 use crate::error::Error;
 use crate::launch::{self, DeviceBuffer, Graph, Launch, check_context, failed};
@@ -243,6 +243,18 @@ impl CudaEngine {
             params.uniform_units = Divisor::new(uniform.units);
             (params.uniform_q, params.uniform_kv) = (uniform.q_len, uniform.kv_len);
         }
+        let cluster = match config.spec.entry() {
+            Entry::DecodeSm90a => {
+                let launch = Launch {
+                    dynamic_smem: config.dynamic_smem,
+                    ..Launch::new(&function, lengths.blocks, config.threads)
+                };
+                cluster::blocks(problem, &lengths, split, |blocks| {
+                    Launch { cluster: blocks, ..launch }.most_clusters()
+                })?
+            }
+            _ => 1,
+        };
         let outputs = lengths.partial_rows.unsigned_abs() * problem.value_dim() as u64 * 4;
         let prepared = Prepared {
             key: Key::of(plan),
@@ -255,6 +267,7 @@ impl CudaEngine {
             } else {
                 lengths.blocks
             },
+            cluster,
             dynamic_smem: config.dynamic_smem,
             overlaps: config.spec.entry() != Entry::Naive && self.overlaps()?,
             map_tile: is_persistent.then_some(config.tile),
@@ -375,6 +388,7 @@ fn launch_forward(
     let memory = || inputs.memory().chain(outputs.memory());
     Captures::shared().hold([&prepared.function].into_iter(), own.into_iter().flatten(), memory());
     let forward = Launch {
+        cluster: prepared.cluster,
         dynamic_smem: prepared.dynamic_smem,
         overlaps: prepared.overlaps,
         ..Launch::new(&prepared.function, prepared.blocks, prepared.threads)

@@ -61,6 +61,8 @@ pub(crate) struct Prepared {
     pub(crate) function: Arc<Function>,
     pub(crate) threads: u32,
     pub(crate) blocks: u32,
+    /// Blocks of a cluster; 1 is no cluster.
+    pub(crate) cluster: u32,
     pub(crate) dynamic_smem: u32,
     /// Whether the launch may begin while the one before it in the stream ends.
     pub(crate) overlaps: bool,

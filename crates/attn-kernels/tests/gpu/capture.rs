@@ -215,7 +215,8 @@ fn equal_sequences_take_no_memory_but_two_counters() {
         return;
     };
     let stream = engine.new_stream().expect("a stream");
-    let hopper = is_hopper(&engine).then_some(("cuda_prefill_sm90a", 8));
+    let hopper = [("cuda_prefill_sm90a", 8), ("cuda_decode_sm90a", 0)];
+    let hopper = hopper.into_iter().filter(|_| is_hopper(&engine));
     for (kernel, bytes) in [("cuda_prefill", 0), ("cuda_decode", 0)].into_iter().chain(hopper) {
         let held = |q_lens: &[usize], kv_lens: &[usize]| {
             let spec = ProblemSpec::new(DType::BF16, 32, HEADS, DIM, q_lens, kv_lens);

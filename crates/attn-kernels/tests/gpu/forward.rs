@@ -100,6 +100,9 @@ fn decode_matches_the_reference_under_every_split() {
     };
     for split in [Split::Whole, Split::Chunks(5), Split::Parts(3), Split::Parts(16)] {
         assert!(judge(&engine, "cuda_decode", split) > 0);
+        if is_hopper(&engine) {
+            assert!(judge(&engine, "cuda_decode_sm90a", split) > 0);
+        }
     }
 }
 

@@ -1,0 +1,119 @@
+// Parts of the keys of a sequence that the blocks of a cluster have: each block sends its rows, a
+// piece to each of the others, and joins the pieces that it gets.
+//
+// Source: as attn/merge.cuh.
+// Shared memory, from Exchange::START of a block's dynamic memory: a barrier of 16 bytes, LSE f32
+// [blocks, BLOCK_M], then columns f32 [blocks, piece, 4], where a piece is every block's share of
+// the four columns of all rows.
+// Who executes: all threads of all blocks of a cluster, whose parts are of one unit.
+// The invariant: a block is written to only after all have begun, and ends only after all of its
+// pieces have come. The sum runs over the parts in order, so equal calls give equal bits.
+
+#pragma once
+
+#include "attn/merge.cuh"
+#include "attn/output.cuh"
+#include "attn/stage.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+
+namespace attn {
+
+struct Exchange {
+  static constexpr i32 QUADS = config::VALUE_DIM / 4;
+  // The queries and rings of attn/forward.cuh, or the rows of attn/output.cuh.
+  static constexpr u32 START = max_of(
+      i32(tile::Panels<config::BLOCK_M, config::HEAD_DIM>::BYTES + config::TEAMS * TEAM_BYTES),
+      config::TEAMS* config::BLOCK_M*(config::VALUE_DIM + 6) * 4);
+
+  u32 blocks;  // 1: there is nothing to exchange
+  u32 rank;
+  i32 rows;   // flat rows of the unit
+  i32 piece;  // quads of a block
+  u32 barrier;
+
+  __device__ Exchange(const ForwardParams& p, const Unit& unit, u32 memory)
+      : blocks(ptx::cluster_nctaid_x<__CUDA_ARCH__>()),
+        rank(ptx::cluster_ctaid_x<__CUDA_ARCH__>()),
+        rows(min_of(i32(u32(unit.rows) * p.pack.value) - unit.first, config::BLOCK_M)),
+        piece(ceil_div(rows * QUADS, i32(blocks))),
+        barrier(memory + START) {}
+
+  __device__ bool is_any() const { return blocks > 1; }
+
+  // Quads of this block's own piece: the last ones may be shorter.
+  __device__ i32 own_quads() const { return clamp_of(rows * QUADS - i32(rank) * piece, 0, piece); }
+
+  __device__ u32 lse_of(u32 block, i32 row) const {
+    return barrier + 16 + (block * config::BLOCK_M + u32(row)) * 4;
+  }
+  __device__ u32 quad_of(u32 block, i32 quad) const {
+    return barrier + 16 + blocks * config::BLOCK_M * 4 + (block * u32(piece) + u32(quad)) * 16;
+  }
+
+  // Makes the barrier ready; all threads of the block.
+  __device__ void begin() const {
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_init(barrier, 1);
+      ptx::fence_mbarrier_init();
+      ptx::mbarrier_arrive_expect_tx(barrier, blocks * u32(rows * 4 + own_quads() * 16));
+    }
+    __syncthreads();
+    ptx::barrier_cluster_arrive<__CUDA_ARCH__>();
+  }
+
+  // Before the first `send`; all threads of the block.
+  __device__ void wait_begun() const { ptx::barrier_cluster_wait<__CUDA_ARCH__>(); }
+
+  // Sends four columns of a row to the block that joins them, and its LSE to all: LANES threads
+  // have a row, from column 0 on.
+  __device__ void send(i32 row, i32 column, const float4& x, float lse) const {
+    const i32 at = row * QUADS + column / 4;
+    const u32 to = u32(at / piece);
+    const auto there = [&](u32 address, u32 block) {
+      return ptx::mapa_shared_cluster<__CUDA_ARCH__>(address, block);
+    };
+    ptx::st_async_v4_f32<__CUDA_ARCH__>(there(quad_of(rank, at - i32(to) * piece), to), x,
+                                        there(barrier, to));
+    for (u32 block = u32(column / 4); block < blocks; block += QUADS) {
+      ptx::st_async_f32<__CUDA_ARCH__>(there(lse_of(rank, row), block), lse, there(barrier, block));
+    }
+  }
+
+  // Joins this block's piece of what all have sent.
+  __device__ void join(const ForwardParams& p, const Unit& unit, const PartialRows& partial) const {
+    while (!ptx::mbarrier_try_wait_parity_cluster(barrier, 0)) {
+    }
+    for (i32 i = i32(threadIdx.x); i < own_quads(); i += config::THREADS) {
+      const i32 at = i32(rank) * piece + i;
+      const i32 row = at / QUADS;
+      const i32 column = at % QUADS * 4;
+      const i32 position = unit.position(p, row);
+      const i32 head = unit.head_of(p, row, position);
+      const bool is_row = position < unit.sequence.q_len;
+      const float sink = is_row && !partial.are_used
+                             ? per_head(p.sinks, unit.sequence.index, head, NEG_INF)
+                             : NEG_INF;
+      float max = sink;
+      for (u32 block = 0; block < blocks; ++block) {
+        max = fmaxf(max, ptx::ld_shared_f32(lse_of(block, row)));
+      }
+      float sum = 0.0f;
+      merge::Four o = {};
+#pragma unroll 4
+      for (u32 block = 0; block < blocks; ++block) {
+        const float share = merge::share_of(ptx::ld_shared_f32(lse_of(block, row)), max);
+        sum += share;
+        o.add(share, ptx::ld_shared_v4_b32(quad_of(block, i)));
+      }
+      const merge::Join all(max, sum, sink);
+      const float4 x = {o.x[0] * all.factor, o.x[1] * all.factor, o.x[2] * all.factor,
+                        o.x[3] * all.factor};
+      write_columns(p, unit, partial, position, head, column, x);
+      if (column == 0) write_lse(p, unit, partial, position, head, all.lse);
+    }
+  }
+};
+
+}  // namespace attn
