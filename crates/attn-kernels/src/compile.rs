@@ -114,10 +114,11 @@ impl Compiler {
             Ok((image, resources::from_log(&log, spec.entry().symbol()), log))
         };
         let mut compiled = compile(&options);
-        if matches!(compiled, Ok((_, Err(_), _))) {
-            // NVRTC 13 may answer what it compiled before from a cache of its own, whose log is empty.
+        if matches!(&compiled, Ok((_, Err(_), log)) if log.trim().is_empty()) {
+            // NVRTC 13 may answer what it compiled before from a cache of its own, with no log.
             options.push("--no-cache".to_owned());
-            compiled = compile(&options);
+            let again = compile(&options);
+            compiled = if again.is_ok() { again } else { compiled };
         }
         let compiled = compiled.and_then(|(image, resources, log)| {
             Ok(Cubin { image, resources: resources?, warnings: resources::without_figures(&log) })

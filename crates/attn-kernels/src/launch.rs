@@ -573,7 +573,10 @@ impl<'a> Launch<'a> {
     /// # Errors
     /// [`Error::Driver`] naming the instance and the launch.
     pub(crate) fn most_clusters(&self) -> Result<u32, Error> {
-        self.function.allow_clusters()?;
+        self.function.most_clusters((self.cluster, self.dynamic_smem), || self.count_clusters())
+    }
+
+    fn count_clusters(&self) -> Result<u32, Error> {
         let mut attributes = [cluster(self.cluster)];
         let config = self.config(ptr::null_mut(), &mut attributes);
         let mut clusters = 0;
@@ -586,6 +589,10 @@ impl<'a> Launch<'a> {
                 &raw const config,
             )
         };
+        // No part of the device is large enough for one.
+        if code == sys::CUresult::CUDA_ERROR_INVALID_CLUSTER_SIZE {
+            return Ok(0);
+        }
         code.result().map_err(|e| failed("cuOccupancyMaxActiveClusters", self, e))?;
         Ok(u32::try_from(clusters).unwrap_or(0))
     }

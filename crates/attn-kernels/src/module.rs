@@ -27,6 +27,8 @@ pub(crate) struct Function {
     instance: String,
     /// Dynamic shared memory that a launch may ask for.
     smem: Mutex<u32>,
+    /// Clusters that the device holds, by their blocks and the shared memory of one.
+    clusters: Mutex<Vec<((u32, u32), u32)>>,
 }
 
 // SAFETY: both handles are keys of the driver, which may be used from any thread that has their context
@@ -54,6 +56,7 @@ impl Function {
             context: Arc::clone(context),
             instance,
             smem: Mutex::new(0),
+            clusters: Mutex::default(),
         };
         let name = CString::new(symbol).unwrap_or_default();
         // SAFETY: the module is loaded and the name ends with a zero.
@@ -89,8 +92,24 @@ impl Function {
         Ok(())
     }
 
-    /// Lets launches ask for clusters of more blocks than every device has.
-    pub(crate) fn allow_clusters(&self) -> Result<(), Error> {
+    /// What `count` answered before for a launch of this function in clusters: how many the device holds depends on the
+    /// blocks of one and their shared memory. Launches may ask for clusters of more blocks than every device has.
+    pub(crate) fn most_clusters(
+        &self,
+        key: (u32, u32),
+        count: impl FnOnce() -> Result<u32, Error>,
+    ) -> Result<u32, Error> {
+        let mut known = self.clusters.lock();
+        if let Some((_, clusters)) = known.iter().find(|(own, _)| *own == key) {
+            return Ok(*clusters);
+        }
+        self.allow_clusters()?;
+        let clusters = count()?;
+        known.push((key, clusters));
+        Ok(clusters)
+    }
+
+    fn allow_clusters(&self) -> Result<(), Error> {
         let attribute =
             sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED;
         let what = format_args!("{}, clusters", self.instance);

@@ -39,19 +39,24 @@ pub(crate) fn fit(
     match (kernel.engine, &call.caps.cuda) {
         (Engine::Cuda, Some(device)) => {
             let (tile, shared_memory) = heuristics::device_tile(kernel, problem, device)?;
-            if let Some(most) = kernel.most_units {
-                let most = most.saturating_mul(device.sm_count as usize);
-                if standard == Standard::Fastest && heuristics::units(problem, tile) > most {
+            if let Some(most) = kernel.most_units
+                && standard == Standard::Fastest
+            {
+                // Two waves of blocks that take a multiprocessor each: 7 % slower than one of smaller ones, 32 sequences
+                // of 1k keys, 8 KV heads, on an H200 (benches/notes/cuda-decode.md).
+                if heuristics::units(problem) > most.saturating_mul(device.sm_count as usize) {
                     let why = "more sequences and heads than it has room for at one time; smaller blocks leave less of \
                                the device waiting";
                     return Err(Refusal::Slower(why));
                 }
-                if standard == Standard::Fastest && heuristics::flat_rows(problem) > tile.q {
+                // Bytes are what a decode step is made of.
+                if heuristics::flat_rows(problem) > tile.q {
                     let why = "a group's rows do not fit one tile, and each tile would read the keys again";
                     return Err(Refusal::Slower(why));
                 }
             }
-            let split = heuristics::device_decode_split(problem, tile, shared_memory, device);
+            let split =
+                heuristics::device_decode_split(kernel, problem, tile, shared_memory, device);
             Ok(Fit { tile, split, shared_memory, reason })
         }
         _ => {

@@ -83,10 +83,9 @@ pub(crate) fn flat_rows(problem: &Problem) -> usize {
     problem.lengths().longest_q().saturating_mul(problem.group())
 }
 
-/// Units of a decode kernel that divides no keys: tiles of each sequence's and KV head's rows.
-pub(crate) fn units(problem: &Problem, tile: Tile) -> usize {
-    let tiles = flat_rows(problem).div_ceil(tile.q.max(1));
-    problem.lengths().batch().saturating_mul(problem.kv_heads()).saturating_mul(tiles)
+/// Pairs of a sequence and a KV head.
+pub(crate) fn units(problem: &Problem) -> usize {
+    problem.lengths().batch().saturating_mul(problem.kv_heads())
 }
 
 /// The tile of the CPU prefill kernel: the rows that share a converted block of K and V, and its keys.
@@ -228,11 +227,12 @@ const DECODE_BLOCKS: u64 = 2;
 /// Keys of a decode part are a multiple of this, or of the tile's where that has more: a tile of keys of each of four teams.
 const PART_STEP: usize = 64;
 
-/// Parts that a block takes one after the other where sequences are unequal.
-const UNEVEN_WAVES: usize = 6;
-
-/// Most rows of partial results of a unit: the merge of more takes longer than the parts gain.
+/// Most rows of partial results of a unit, for one block joins them: 16 query rows over 32k keys, on an H200, read 647 GB/s in
+/// 64 parts and 514 in 128 (`benches/notes/cuda-decode.md`).
 const MERGED_ROWS: usize = 1024;
+
+/// Most blocks of a cluster.
+const CLUSTER: usize = 16;
 
 /// Keys of a part where a sequence's bits must not depend on its batch: enough parts for a lone sequence of
 /// moderate length, and few enough that the merge stays small.
@@ -243,9 +243,11 @@ const INVARIANT_PART: usize = 512;
 ///
 /// Each part should stream equally many bytes, so all parts have one length, that of the whole batch's keys over
 /// the blocks that run at once; it is stretched so that the longest sequence has no short last part, and the blocks
-/// do not pass what runs at once by a few.
+/// do not pass what runs at once by a few. Nor are there more parts than one block joins in time. A kernel of whole
+/// multiprocessors joins parts of equal sequences in clusters: of these there are as many as make whole ones.
 #[must_use]
 pub fn device_decode_split(
+    kernel: &KernelDesc,
     problem: &Problem,
     tile: Tile,
     shared_memory: Bytes,
@@ -268,20 +270,35 @@ pub fn device_decode_split(
     let (total, longest) =
         keys.fold((0usize, 0), |(sum, most), n| (sum.saturating_add(n), most.max(n)));
     let tiles = flat_rows(problem).div_ceil(tile.q.max(1)).saturating_mul(problem.kv_heads());
-    let held = (device.smem_per_block.0 / shared_memory.0.max(1)).clamp(1, DECODE_BLOCKS);
-    let blocks = (held as usize).saturating_mul(device.sm_count as usize).max(1);
+    let has_clusters = kernel.most_units.is_some();
+    let most = if has_clusters { 1 } else { DECODE_BLOCKS };
+    let held = (device.smem_per_block.0 / shared_memory.0.max(1)).clamp(1, most);
+    let held = usize::try_from(held).unwrap_or(1);
+    let blocks = held.saturating_mul(device.sm_count as usize).max(1);
     let least = PART_STEP.max(tile.kv);
     let step = |keys: usize| keys.max(least).div_ceil(least).saturating_mul(least);
-    // Unequal sequences end at different times: short parts, which blocks take as they get free, leave little to wait for.
-    let waves = if longest.saturating_mul(lengths.batch()) > total.saturating_add(total / 4) {
-        UNEVEN_WAVES
-    } else {
-        1
-    };
-    let even = step(total.saturating_mul(tiles).div_ceil(blocks.saturating_mul(waves)));
+    let even = step(total.saturating_mul(tiles).div_ceil(blocks));
     let merged = MERGED_ROWS / flat_rows(problem).clamp(1, tile.q.clamp(1, MERGED_ROWS));
     let parts = (longest / even).clamp(1, merged.max(1));
-    if parts == 1 { Split::Whole } else { Split::Chunks(step(longest.div_ceil(parts))) }
+    if parts == 1 {
+        return Split::Whole;
+    }
+    let is_equal = longest.saturating_mul(lengths.batch()) == total;
+    if has_clusters && is_equal {
+        let units = tiles.saturating_mul(lengths.batch());
+        return Split::Parts(whole_clusters(parts, blocks / units.max(1)));
+    }
+    Split::Chunks(step(longest.div_ceil(parts)))
+}
+
+/// About as many parts that make whole clusters, whose sizes are powers of two; as many where there is no room for more than
+/// `most`.
+fn whole_clusters(parts: usize, most: usize) -> usize {
+    if parts > CLUSTER {
+        return parts / CLUSTER * CLUSTER;
+    }
+    let whole = parts.next_power_of_two();
+    if whole <= most { whole } else { parts }
 }
 
 /// Elements of a key and a value row. Sizes saturate here and below: a problem without rows may state any
@@ -297,7 +314,7 @@ fn l2_part(host: &HostCaps, parts: u64) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use attn_core::{DType, ProblemSpec};
+    use attn_core::{DType, DimRule, Engine, Family, Features, ProblemSpec};
 
     use super::*;
 
@@ -371,12 +388,31 @@ mod tests {
     const HALF: Bytes = Bytes(100 << 10);
     const WHOLE: Bytes = Bytes(200 << 10);
 
+    const fn kernel(most_units: Option<usize>) -> KernelDesc {
+        KernelDesc {
+            name: "made_up",
+            engine: Engine::Cuda,
+            family: Family::Decode,
+            q_dtypes: &[],
+            kv_dtypes: &[],
+            head_dims: DimRule::ANY,
+            value_dims: DimRule::ANY,
+            max_query_rows: Some(16),
+            most_units,
+            features: Features::ALL,
+            min_compute: None,
+            max_compute: None,
+            tiles: |_| &[],
+            shared_memory: |_, _| Bytes::ZERO,
+            workspace: |_, _, _, _| Bytes::ZERO,
+        }
+    }
+
     #[test]
     fn device_split_fills_the_device_once() {
         let split = |q: &[usize], kv: &[usize], heads| {
-            device_decode_split(&problem(q, kv, heads, 128), SMALL, HALF, &DEVICE)
+            device_decode_split(&kernel(None), &problem(q, kv, heads, 128), SMALL, HALF, &DEVICE)
         };
-        let uneven: Vec<_> = (0..64).map(|i| 512 + i * 7919 % 16384).collect();
         // 64 heads of sequences, 264 blocks at once: four parts each.
         assert_eq!(split(&[1; 8], &[8192; 8], (32, 8)), Split::Chunks(2048));
         // 256 fill it already; a second part for each would be a second wave.
@@ -384,26 +420,38 @@ mod tests {
         // Few keys are not cut into crumbs.
         assert_eq!(split(&[1], &[512], (32, 8)), Split::Chunks(64));
         assert_eq!(split(&[1], &[100], (32, 8)), Split::Whole);
-        // Unequal sequences are cut shorter, so that the last block ends with the others.
-        assert_eq!(split(&[1; 64], &uneven, (32, 8)), Split::Chunks(3328));
         // Nor many into more parts than one block can join.
         assert_eq!(split(&[1], &[32768], (16, 1)), Split::Chunks(512));
     }
 
     #[test]
-    fn device_split_counts_the_blocks_that_a_multiprocessor_holds() {
+    fn device_split_makes_whole_clusters_of_equal_sequences() {
         let tile = Tile { q: 16, kv: 128 };
-        let split = |kv: &[usize]| {
-            device_decode_split(
-                &problem(&[1; 8][..kv.len()], kv, (32, 8), 128),
-                tile,
-                WHOLE,
-                &DEVICE,
-            )
+        let split = |kv: &[usize], heads| {
+            let problem = problem(&[1; 8][..kv.len()], kv, heads, 128);
+            device_decode_split(&kernel(Some(1)), &problem, tile, WHOLE, &DEVICE)
         };
-        assert_eq!(split(&[8192; 8]), Split::Chunks(4096));
-        assert_eq!(split(&[8192]), Split::Chunks(512));
-        assert_eq!(split(&[1024]), Split::Chunks(128));
+        assert_eq!(split(&[8192; 8], (32, 8)), Split::Parts(2));
+        for keys in [600, 1023, 1024, 1025] {
+            let parts = if keys < 768 { 4 } else { 8 };
+            assert_eq!(split(&[keys], (32, 8)), Split::Parts(parts), "{keys}");
+        }
+        assert_eq!(split(&[8193], (32, 8)), Split::Parts(16));
+        assert_eq!(split(&[5000], (16, 1)), Split::Parts(32));
+        // Three parts of five sequences are 120 blocks; four would be more than the device holds.
+        assert_eq!(split(&[8192; 5], (32, 8)), Split::Parts(3));
+        assert_eq!(split(&[8192, 8000], (32, 8)), Split::Chunks(1024));
+    }
+
+    #[test]
+    fn device_split_counts_the_blocks_that_a_multiprocessor_holds() {
+        let eight = problem(&[1; 8], &[8192; 8], (32, 8), 128);
+        let split = |most_units, memory| {
+            device_decode_split(&kernel(most_units), &eight, SMALL, memory, &DEVICE)
+        };
+        assert_eq!(split(None, HALF), Split::Chunks(2048));
+        assert_eq!(split(None, WHOLE), Split::Chunks(4096));
+        assert_eq!(split(Some(1), HALF), Split::Parts(2));
     }
 
     #[test]
@@ -411,6 +459,9 @@ mod tests {
         let mut spec = ProblemSpec::new(DType::BF16, 8, 2, 64, &[1, 1], &[70, 90_000]);
         spec.options.batch_invariant = true;
         let problem = Problem::new(spec).expect("valid");
-        assert_eq!(device_decode_split(&problem, SMALL, HALF, &DEVICE), Split::Chunks(512));
+        assert_eq!(
+            device_decode_split(&kernel(None), &problem, SMALL, HALF, &DEVICE),
+            Split::Chunks(512)
+        );
     }
 }

@@ -5,6 +5,7 @@
 //! corpus': whatever a call may not read is NaN, and so are outputs before the call. The corpus stays as it
 //! is, small and meant for every engine; here are the edges of this device's tiles, pages and splits.
 
+mod clusters;
 mod fp8;
 mod small;
 
@@ -96,6 +97,7 @@ pub(super) fn full() -> Vec<Group> {
         group("batches", Runs::USUAL, batches()),
         group("tiles", Runs::TILES, tiles()),
         group("fp8", Runs::FP8, fp8::fp8()),
+        group("clusters", clusters::RUNS, clusters::clusters()),
     ]
 }
 

@@ -4,8 +4,8 @@
 //! accesses, not values, so one launch of a code path says what a hundred would.
 
 use super::{
-    BF16, CACHES, Case, F8E4M3, F16, Group, Hnd, KINDS, Nhd, Placement, Runs, Scales, TYPES, named,
-    rotate,
+    BF16, CACHES, Case, F8E4M3, F16, Group, Hnd, KINDS, Nhd, Placement, Runs, Scales, TYPES,
+    clusters, named, rotate,
 };
 
 /// The groups of the reduced matrix.
@@ -13,8 +13,8 @@ pub(in crate::validate) fn small() -> Vec<Group> {
     let group = |name, runs, cases: Vec<Case>| Group { name, runs, cases: named(name, cases) };
     vec![
         group("small_prefill", Runs { prefill: true, ..Runs::NONE }, prefill()),
-        // Of two parts a Hopper makes a cluster.
-        group("small_decode", Runs { splits: &[Some(3), Some(2)], ..Runs::NONE }, decode()),
+        group("small_decode", Runs { splits: &[Some(3)], ..Runs::NONE }, decode()),
+        group("small_clusters", clusters::RUNS, clusters::few()),
         group("small_naive", Runs { naive: true, ..Runs::NONE }, naive()),
     ]
 }

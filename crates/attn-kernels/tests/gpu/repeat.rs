@@ -187,7 +187,8 @@ fn parts_join_alike_however_often() {
     if is_hopper(&engine) {
         calls.push(Call::new(&engine, &stream, "cuda_prefill_sm90a", 128));
         // Parts in clusters, of several clusters, and of unequal sequences.
-        for (parts, lens) in [(8, equal), (4, equal), (64, equal), (3, equal), (8, lens)] {
+        let long = ([2; 5], [1024; 5]);
+        for (parts, lens) in [(8, equal), (2, equal), (64, long), (3, equal), (8, lens)] {
             let kernel = ("cuda_decode_sm90a", Split::Parts(parts));
             calls.push(Call::of(&engine, &stream, kernel, 128, 0.3, lens));
         }
