@@ -31,7 +31,7 @@ use setup::{Planner, Pool, Question, Setup};
 #[command(
     after_help = "Measuring aids, from the environment: PEERS_REST (idle seconds before timing), \
 PEERS_TARGET_MS (timed milliseconds), ATTN_KERNEL (switch the other kernels off), ATTN_TILE (rows,keys in place of \
-the plan's tile), ATTN_SPLITS (parts of the keys)."
+the plan's tile), ATTN_SPLITS (parts of the keys), ATTN_DECODE_MORE (decode over more pages and caches)."
 )]
 pub(crate) struct Args {
     /// Only contestants of ours whose name contains this; they are `attn`, `attn_p16` and `attn_p64`.
@@ -97,6 +97,8 @@ struct Worker<'a> {
     pool: Option<Pool>,
     pace: Pace,
     only: &'a str,
+    /// Whether decode cases are answered over other pages and caches too.
+    has_more: bool,
 }
 
 /// A contestant of ours and what it is asked.
@@ -107,7 +109,8 @@ impl<'a> Worker<'a> {
         let gpu = Gpu::open()?;
         let planner = Planner::from_env(&gpu).map_err(WorkerError::Aid)?;
         let (normals, pace) = (Normals::new(), Pace::from_env());
-        Ok(Self { gpu, planner, normals, pool: None, pace, only: &args.only })
+        let has_more = std::env::var_os("ATTN_DECODE_MORE").is_some_and(|value| !value.is_empty());
+        Ok(Self { gpu, planner, normals, pool: None, pace, only: &args.only, has_more })
     }
 
     fn ready(&self) -> Result<Value, attn_kernels::Error> {
@@ -128,7 +131,7 @@ impl<'a> Worker<'a> {
         if request.deadline.is_some_and(|deadline| now() > deadline) {
             return say(&error("attn", "section deadline"));
         }
-        let contestants = match contestants(&request.section, case) {
+        let contestants = match contestants(&request.section, case, self.has_more) {
             Ok(contestants) => contestants,
             Err(text) => return say(&error("attn", &text)),
         };
@@ -217,7 +220,7 @@ fn now() -> f64 {
 }
 
 /// Who answers a case, and what each is asked.
-fn contestants(section: &str, case: &Case) -> Result<Vec<Contestant>, String> {
+fn contestants(section: &str, case: &Case, has_more: bool) -> Result<Vec<Contestant>, String> {
     if case.backward || section == "bwd" {
         return Err("no such kernel yet".to_owned());
     }
@@ -241,7 +244,12 @@ fn contestants(section: &str, case: &Case) -> Result<Vec<Contestant>, String> {
                 vec![case.context()?; case.batch()?]
             };
             let bytes = case.bytes.ok_or("bytes: expected a value in the case, got none")?;
-            pages(&decode(case.heads()?, &contexts).pooled(bytes))
+            let question = decode(case.heads()?, &contexts).pooled(bytes);
+            let mut all = pages(&question)?;
+            if has_more {
+                all.extend(more_decodes(&question)?);
+            }
+            Ok(all)
         }
         "mask" => masked(case.kind.as_deref(), case.heads()?, case.batch()?, case.tokens()?),
         "chunk" => {
@@ -276,6 +284,29 @@ fn paged(question: Question, page_size: usize) -> Result<Question, String> {
 /// The same call over both page sizes.
 fn pages(question: &Question) -> Result<Vec<Contestant>, String> {
     Ok(vec![("attn_p16", paged(question.clone(), 16)?), ("attn_p64", paged(question.clone(), 64)?)])
+}
+
+/// The same step over other pages, from an fp8 cache, with bits that no batch mate changes, and with eight rows a sequence.
+fn more_decodes(question: &Question) -> Result<Vec<Contestant>, String> {
+    let mut all = Vec::new();
+    for (name, size) in [
+        ("attn_p1", 1),
+        ("attn_p2", 2),
+        ("attn_p8", 8),
+        ("attn_p32", 32),
+        ("attn_p128", 128),
+        ("attn_p256", 256),
+    ] {
+        all.push((name, paged(question.clone(), size)?));
+    }
+    let invariant = with(question.clone(), |q| q.spec.options.batch_invariant = true);
+    let rows = with(question.clone(), |q| {
+        (q.spec.q_lens, q.spec.causal) = (vec![8; q.spec.kv_lens.len()], true);
+    });
+    all.push(("attn_fp8_p16", paged(question.clone().fp8_cache(), 16)?));
+    all.push(("attn_invariant_p16", paged(invariant, 16)?));
+    all.push(("attn_rows8_p16", paged(rows, 16)?));
+    Ok(all)
 }
 
 fn masked(
@@ -332,7 +363,7 @@ mod tests {
     fn ask(section: &str, fields: Value) -> Result<Vec<Contestant>, String> {
         let mut case = json!({ "id": "x" });
         merge(&mut case, fields);
-        contestants(section, &serde_json::from_value(case).unwrap())
+        contestants(section, &serde_json::from_value(case).unwrap(), false)
     }
 
     fn names(section: &str, fields: Value) -> Vec<&'static str> {
@@ -364,6 +395,23 @@ mod tests {
         assert_eq!(names("latency", with("decode")), ["attn", "attn_p64"]);
         for kind in ["prefill", "window", "varlen", "fp8", "blocksparse"] {
             assert_eq!(names("check", with(kind)), ["attn"], "{kind}");
+        }
+    }
+
+    #[test]
+    fn more_decodes_are_over_the_same_keys() {
+        let case =
+            json!({ "id": "x", "B": 2, "Hq": 8, "Hkv": 2, "D": 64, "ctx": 128, "bytes": 131072.0 });
+        let case = serde_json::from_value(case).unwrap();
+        let all = contestants("decode", &case, true).unwrap();
+        assert_eq!(all.len(), 11);
+        for (name, question) in all {
+            let problem = Problem::new(question.spec).unwrap();
+            assert_eq!(problem.lengths().kv(1), 128, "{name}");
+            let rows = if name == "attn_rows8_p16" { 8 } else { 1 };
+            assert_eq!(problem.lengths().q(1), rows, "{name}");
+            assert_eq!(problem.kv_dtype().is_fp8(), name == "attn_fp8_p16", "{name}");
+            assert_eq!(problem.options().batch_invariant, name == "attn_invariant_p16", "{name}");
         }
     }
 

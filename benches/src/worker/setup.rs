@@ -53,7 +53,8 @@ impl Question {
         let ProblemSpec { kv_heads, head_dim, .. } = self.spec;
         let value = ValueStorage::Separate(head_dim);
         let order = PageOrder::Nhd;
-        let layout = CacheLayout::contiguous(DTYPE, order, page_size, kv_heads, head_dim, value)?;
+        let dtype = self.spec.kv_dtype;
+        let layout = CacheLayout::contiguous(dtype, order, page_size, kv_heads, head_dim, value)?;
         self.spec.kv = KvStorage::Paged(layout);
         self.page_size = Some(page_size);
         Ok(self)
@@ -62,6 +63,12 @@ impl Question {
     /// The same call with queries, keys and values in fp8, unscaled.
     pub(super) fn fp8(mut self) -> Self {
         (self.spec.q_dtype, self.spec.kv_dtype) = (DType::F8E4M3, DType::F8E4M3);
+        self
+    }
+
+    /// The same call with keys and values in fp8, unscaled, before they are put in pages.
+    pub(super) fn fp8_cache(mut self) -> Self {
+        self.spec.kv_dtype = DType::F8E4M3;
         self
     }
 
@@ -237,6 +244,12 @@ impl Setup {
         let kv_shape = question.kv_shape();
         let elements: usize = kv_shape.iter().product();
         let (own, rotations) = match (question.pooled, pool) {
+            // The pool is of 16 bits.
+            (Some(bytes), _) if problem.kv_dtype().is_fp8() => {
+                let rotations = rotations(bytes / 2.0);
+                let mut own = || normal(gpu, normals, problem.kv_dtype(), elements * rotations);
+                (Some((own().map_err(text)?, own().map_err(text)?)), rotations)
+            }
             (Some(bytes), Some(pool)) if elements <= pool.elements => {
                 (None, rotations(bytes).min(pool.elements / elements.max(1)).max(1))
             }
