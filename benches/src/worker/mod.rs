@@ -34,7 +34,8 @@ PEERS_TARGET_MS (timed milliseconds), ATTN_KERNEL (switch the other kernels off)
 the plan's tile), ATTN_SPLITS (parts of the keys), ATTN_DECODE_MORE (decode over more pages and caches)."
 )]
 pub(crate) struct Args {
-    /// Only contestants of ours whose name contains this; they are `attn`, `attn_p16` and `attn_p64`.
+    /// Only contestants of ours whose name contains this; they are `attn`, `attn_p16` and `attn_p64`, and where
+    /// `ATTN_DECODE_MORE` is set also `attn_p1` to `attn_p256`, `attn_fp8_p16`, `attn_invariant_p16` and `attn_rows8_p16`.
     #[arg(long, default_value = "")]
     only: String,
 }

@@ -231,7 +231,7 @@ const PART_STEP: usize = 64;
 /// 64 parts and 514 in 128 (`benches/notes/cuda-decode.md`).
 const MERGED_ROWS: usize = 1024;
 
-/// Most blocks of a cluster.
+/// Most blocks of a cluster, on GPUs that have clusters; the engine of the kernels bounds its own by the same number.
 const CLUSTER: usize = 16;
 
 /// Keys of a part where a sequence's bits must not depend on its batch: enough parts for a lone sequence of

@@ -178,9 +178,7 @@ impl Selection {
 
 /// Runs a case in every wanted way and judges each.
 pub(super) fn judge(judge: &mut Judge<'_>, case: &CaseData, runs: Runs, tallies: &mut Tallies) {
-    let attempts = judge.selection.attempts(case.problem(), runs);
-    let wanted = |attempt: &Attempt| judge.wanted.is_none_or(|family| family == attempt.family);
-    let attempts: Vec<Attempt> = attempts.into_iter().filter(wanted).collect();
+    let attempts = judge.attempts(case.problem(), runs);
     let on_device = match upload(judge, case) {
         Ok(inputs) => inputs,
         Err(error) => {

@@ -16,7 +16,7 @@ use std::io::{self, Write};
 use std::sync::mpsc::sync_channel;
 use std::time::{Duration, Instant};
 
-use attn_core::{Outputs, Plan};
+use attn_core::{Outputs, Plan, Problem};
 use attn_kernels::Error;
 use attn_kernels::cuda::{self, Workspace};
 use attn_kernels::spec::KernelSpec;
@@ -28,7 +28,7 @@ use super::record::{Device, Earlier, Record, Subject, Tallies, Work, earlier};
 use super::{Args, ValidateError, serving};
 use crate::device::{DeviceInputs, Gpu};
 use crate::machine;
-use forward::Selection;
+use forward::{Attempt, Selection};
 
 /// Everything that judging needs.
 #[derive(Debug)]
@@ -58,9 +58,26 @@ impl Judge<'_> {
         self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
     }
 
+    /// Whether a family was asked for.
+    fn wants_family(&self, family: &str) -> bool {
+        self.wanted.is_none_or(|wanted| wanted == family)
+    }
+
     /// Whether a check of a family, by a name, was asked for.
     fn wants(&self, family: &str, name: &str) -> bool {
-        self.wanted.is_none_or(|wanted| wanted == family) && name.contains(self.only)
+        self.wants_family(family) && name.contains(self.only)
+    }
+
+    /// Every way to run a problem that is of a family asked for.
+    fn attempts(&self, problem: &Problem, runs: Runs) -> Vec<Attempt> {
+        let mut attempts = self.selection.attempts(problem, runs);
+        attempts.retain(|attempt| self.wants_family(attempt.family));
+        attempts
+    }
+
+    /// How many calls a case is.
+    fn calls(&self, case: &Case, runs: Runs) -> usize {
+        case.problem().map_or(1, |problem| self.attempts(&problem, runs).len())
     }
 
     /// Whether a group of checks may hold one of the family that was asked for: two have kernels of attention, the
@@ -205,13 +222,9 @@ fn groups(args: &Args, judge: &Judge<'_>, done: &BTreeMap<String, Tallies>) -> V
         groups.extend(matrix::full());
         groups
     };
-    groups.retain_mut(|group| {
-        let is_wanted =
-            |case: &Case| case.name.contains(&args.only) && attempts(judge, group, case) > 0;
-        let wanted: Vec<_> = group.cases.iter().map(is_wanted).collect();
-        let mut wanted = wanted.into_iter();
-        group.cases.retain(|_| wanted.next() == Some(true));
-        !group.cases.is_empty() && !done.contains_key(group.name)
+    groups.retain_mut(|Group { name, runs, cases }| {
+        cases.retain(|case| case.name.contains(judge.only) && judge.calls(case, *runs) > 0);
+        !cases.is_empty() && !done.contains_key(*name)
     });
     groups
 }
@@ -221,12 +234,9 @@ fn instances(judge: &Judge<'_>, groups: &[Group]) -> Result<Vec<KernelSpec>, Val
     let mut specs = BTreeSet::new();
     for group in groups {
         for case in &group.cases {
-            for attempt in judge.selection.attempts(&case.problem()?, group.runs) {
-                if let Some(plan) = attempt.plan
-                    && judge.wanted.is_none_or(|family| family == attempt.family)
-                {
-                    specs.extend(cuda::instances(&plan)?);
-                }
+            let attempts = judge.attempts(&case.problem()?, group.runs);
+            for plan in attempts.into_iter().filter_map(|attempt| attempt.plan) {
+                specs.extend(cuda::instances(&plan)?);
             }
         }
     }
@@ -265,7 +275,7 @@ fn judge_group(
     let mut tallies = Tallies::default();
     for (case, built) in group.cases.iter().zip(cases) {
         match built {
-            _ if judge.is_late() => tallies.unfinished += attempts(judge, group, case),
+            _ if judge.is_late() => tallies.unfinished += judge.calls(case, group.runs),
             Ok(data) => forward::judge(judge, &data, group.runs, &mut tallies),
             Err(error) => {
                 tallies.enter("naive", &case.name, Err(format!("{}: {error}", case.name)));
@@ -276,16 +286,8 @@ fn judge_group(
 }
 
 fn unfinished(judge: &Judge<'_>, group: &Group) -> Tallies {
-    let unfinished = group.cases.iter().map(|case| attempts(judge, group, case)).sum();
+    let unfinished = group.cases.iter().map(|case| judge.calls(case, group.runs)).sum();
     Tallies { unfinished, ..Tallies::default() }
-}
-
-/// How many calls a case is.
-fn attempts(judge: &Judge<'_>, group: &Group, case: &Case) -> usize {
-    let Ok(problem) = case.problem() else { return 1 };
-    let attempts = judge.selection.attempts(&problem, group.runs);
-    let wanted = |family| judge.wanted.is_none_or(|wanted| wanted == family);
-    attempts.iter().filter(|attempt| wanted(attempt.family)).count()
 }
 
 fn finish(done: &mut BTreeMap<String, Tallies>, name: &str, tallies: Tallies) -> io::Result<()> {
