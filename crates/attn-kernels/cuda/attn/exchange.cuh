@@ -3,8 +3,8 @@
 //
 // Source: as attn/merge.cuh.
 // Shared memory, from Exchange::START of a block's dynamic memory: a barrier of 16 bytes, LSE f32
-// [blocks, BLOCK_M], then columns f32 [blocks, piece, 4], where a piece is every block's share of
-// the four columns of all rows.
+// [blocks, BLOCK_M], then columns f32 [blocks, piece, 4]. Rows are cut into quads of columns, and a
+// piece is ceil(rows * QUADS / blocks) of them.
 // Who executes: all threads of all blocks of a cluster, whose parts are of one unit.
 // The invariant: a block is written to only after all have begun, and ends only after all of its
 // pieces have come. The sum runs over the parts in order, so equal calls give equal bits.
@@ -26,6 +26,13 @@ struct Exchange {
   static constexpr u32 START = max_of(
       i32(tile::Panels<config::BLOCK_M, config::HEAD_DIM>::BYTES + config::TEAMS * TEAM_BYTES),
       config::TEAMS* config::BLOCK_M*(config::VALUE_DIM + 6) * 4);
+
+  // Blocks of a cluster, at most.
+  static constexpr int MOST = 16;
+  static constexpr int BYTES =
+      16 + MOST * config::BLOCK_M * 4 + (config::BLOCK_M * QUADS + MOST) * 16;
+  // The host counts them (src/cuda/config.rs).
+  static_assert(config::BLOCK_M != 16 || config::VALUE_DIM != 128 || BYTES == 9488);
 
   u32 blocks;  // 1: there is nothing to exchange
   u32 rank;

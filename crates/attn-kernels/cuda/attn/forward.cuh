@@ -5,9 +5,9 @@
 // Tensors: base/params.cuh.
 // Who executes: a block of config::THREADS; its teams take turns at tiles of keys.
 // Shared memory, dynamic, bytes: queries [BLOCK_M, HEAD_DIM] x 2, then TEAMS rings of TEAM_BYTES
-// (attn/stage.cuh); the output reuses all of it (attn/output.cuh). Static: what the block's threads
-// know alike, and in the general instance the visits (attn/visit.cuh).
-// What it does not do: choose sizes (the host does).
+// (attn/stage.cuh); the output reuses all of it (attn/output.cuh); behind it what a cluster
+// exchanges (attn/exchange.cuh). Static: what the block's threads know alike, and in the general
+// instance the visits (attn/visit.cuh). What it does not do: choose sizes (the host does).
 
 #pragma once
 
@@ -53,6 +53,8 @@ __device__ void forward(const ForwardParams& p) {
   using namespace config;
   constexpr bool HAS_PARTS = DIVISION != Division::none;
   constexpr bool CAN_EXCHANGE = DIVISION == Division::clusters;
+  // A team that is alone does not leave its rows where they can be sent.
+  static_assert(!CAN_EXCHANGE || TEAMS > 1);
   extern __shared__ __align__(128) u8 memory[];
   __shared__ Visits visits;
   // What all threads know alike lives here: accumulators leave few registers.

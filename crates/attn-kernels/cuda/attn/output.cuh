@@ -6,8 +6,8 @@
 // Tensors: o, lse and the partial results of ForwardParams. Who executes: all threads of the block,
 // behind a barrier after their last tile.
 // Shared memory: one team, a 16-bit tile [BLOCK_M, VALUE_DIM] in place of the queries and keys;
-// several, f32 [TEAMS, BLOCK_M, VALUE_DIM + 4], then maximum and sum [TEAMS, BLOCK_M] each, then
-// for a cluster LSE [BLOCK_M]. What it does not do: join parts (attn/merge.cuh).
+// several, f32 [TEAMS, BLOCK_M, VALUE_DIM + 4], then maximum and sum [TEAMS, BLOCK_M] each. What
+// it does not do: join parts (attn/merge.cuh, attn/exchange.cuh).
 
 #pragma once
 

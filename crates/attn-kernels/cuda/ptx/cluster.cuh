@@ -15,7 +15,7 @@ namespace attn::ptx {
 template <int ARCH>
 __device__ inline u32 cluster_nctaid_x() {
   u32 x = 1;
-  if constexpr (ARCH >= 900) asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(x));
+  if constexpr (ARCH >= 900) asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(x));
   return x;
 }
 
@@ -23,7 +23,7 @@ __device__ inline u32 cluster_nctaid_x() {
 template <int ARCH>
 __device__ inline u32 cluster_ctaid_x() {
   u32 x = 0;
-  if constexpr (ARCH >= 900) asm volatile("mov.u32 %0, %%cluster_ctaid.x;" : "=r"(x));
+  if constexpr (ARCH >= 900) asm("mov.u32 %0, %%cluster_ctaid.x;" : "=r"(x));
   return x;
 }
 

@@ -403,6 +403,22 @@ mod tests {
     }
 
     #[test]
+    fn hopper_decode_fits_a_block_with_what_a_cluster_exchanges() {
+        assert_eq!(exchange_bytes(16, 128), 9488);
+        for dim in DIMS.into_iter().filter(|dim| *dim <= 128) {
+            let mut spec = problem(dim).spec().clone();
+            for softcap in [None, Some(30.0)] {
+                spec.softcap = softcap;
+                let problem = Problem::new(spec.clone()).expect("valid");
+                for tile in decode_sm90a_tiles(&problem) {
+                    let bytes = decode_sm90a_smem(&problem, *tile);
+                    assert!(bytes <= Bytes(227 << 10), "{dim}: {bytes:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn every_dim_fits_a_block_of_99_kib() {
         for dim in DIMS {
             let mut spec = problem(dim).spec().clone();

@@ -23,7 +23,7 @@ pub(crate) fn ordered(problem: &Problem, _: &HostCaps, tile: Tile, _: Split) -> 
     Bytes::of(COUNTER_BYTES, 1) + tables + Order::bytes(problem, tile.q, pack)
 }
 
-/// Workspace of the portable kernels: prefix sums, and an f32 output row, an LSE and a count for each part of each row of
+/// Workspace of the portable kernels and of the Hopper decode kernel: prefix sums, and an f32 output row, an LSE and a count for each part of each row of
 /// sequences with more than one part.
 pub(crate) fn tiles(problem: &Problem, _: &HostCaps, tile: Tile, split: Split) -> Bytes {
     let lengths = problem.lengths();
