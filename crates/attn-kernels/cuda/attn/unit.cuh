@@ -67,7 +67,8 @@ __device__ inline Sequence equal_sequence(const ForwardParams& p, u32 s) {
           p.flags & KV_PADDED ? 0 : i64(s) * p.uniform_kv};
 }
 
-// Blocks in their own order: sequence by sequence.
+// Blocks in their own order: sequence by sequence, where lengths differ the one with the most keys
+// first.
 __device__ inline Task task_of(const ForwardParams& p, u32 block) {
   const u32 head_blocks = u32(p.q_heads) / p.pack.value;
   Task task;
@@ -79,11 +80,11 @@ __device__ inline Task task_of(const ForwardParams& p, u32 block) {
     index = block - s * units * head_blocks;
     task.sequence = equal_sequence(p, s);
   } else {
-    const i32 s = find_sequence(p.unit_starts, p.batch, block / head_blocks);
-    const i64 first = p.unit_starts[s];
-    units = u32(p.unit_starts[s + 1] - first);
+    const i32 place = find_sequence(p.unit_starts, p.batch, block / head_blocks);
+    const i64 first = p.unit_starts[place];
+    units = u32(p.unit_starts[place + 1] - first);
     index = block - u32(first) * head_blocks;
-    task.sequence = sequence_at(p, s);
+    task.sequence = sequence_at(p, i32(p.sequences[place]));
   }
   task.head_block = index / units;
   task.inside = index - task.head_block * units;

@@ -85,9 +85,10 @@ struct ForwardParams {
   PerHead k_scale;
   PerHead v_scale;
 
-  // [batch + 1] each, i64: packed rows before each sequence; units of work before each sequence, a
-  // unit being one tile of flat rows and one part of the keys for one block of heads; rows of
-  // partial results before each sequence, none where a sequence has a single part.
+  // [batch + 1] each, i64: packed rows before each sequence; units of work before each sequence, in
+  // the order of `sequences`, a unit being one tile of flat rows and one part of the keys for one
+  // block of heads; rows of partial results before each sequence, none where a sequence has a
+  // single part. The naive kernel counts rows in place of units, in order.
   const i64* q_starts;
   const i64* kv_starts;
   const i64* unit_starts;
@@ -128,6 +129,8 @@ struct ForwardParams {
   i32 section;
   i32 most_visits;  // tiles of keys that a unit may visit under a block mask
   i32 reserved;
+  // The sequences in the order in which blocks take them, [batch].
+  const i64* sequences;
 };
 
 // Bits of ForwardParams::flags.
@@ -189,7 +192,7 @@ struct CopyBlocksParams {
   i32 v_bytes;
 };
 
-static_assert(sizeof(ForwardParams) == 664 && sizeof(MergeStatesParams) == 208);
+static_assert(sizeof(ForwardParams) == 672 && sizeof(MergeStatesParams) == 208);
 static_assert(sizeof(AppendParams) == 288 && sizeof(CopyBlocksParams) == 104);
 
 }  // namespace attn

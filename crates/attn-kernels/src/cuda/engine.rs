@@ -229,6 +229,7 @@ impl CudaEngine {
         params.q_starts = table(Table::Queries);
         params.kv_starts = table(Table::Keys);
         params.unit_starts = table(Table::Units);
+        params.sequences = table(Table::Sequences);
         params.partial_starts = table(Table::Partials);
         if let Some(order) = &order {
             params.work = params::as_i32("units of work", lengths.blocks as usize)?;

@@ -95,6 +95,7 @@ pub(crate) fn template(problem: &Problem, pack: u32, split: Split) -> ForwardPar
         section: 1,
         most_visits: 0,
         reserved: 0,
+        sequences: 0,
     }
 }
 

@@ -6,6 +6,8 @@
 //! launch, and the host would still need the size of the grid. Only what a kernel reads is uploaded: of equal sequences
 //! that are not split nothing is, for their lengths are parameters.
 
+use std::cmp::Reverse;
+
 use attn_core::{Arrangement, Problem, Split};
 
 use crate::error::Error;
@@ -41,12 +43,13 @@ impl Division {
     /// The tables that the kernels read, in the order of their upload: the forward of equal sequences has their lengths
     /// as parameters, but not where their partial results are.
     pub(crate) const fn tables(self, are_equal: bool, has_parts: bool) -> &'static [Table] {
-        use Table::{Keys, Partials, Queries, Units};
+        use Table::{Keys, Partials, Queries, Sequences, Units};
         match self {
             Self::Tiles { .. } | Self::Ordered { .. } if are_equal && !has_parts => &[],
             Self::Tiles { .. } if are_equal => &[Partials],
-            Self::Tiles { .. } if has_parts => &[Queries, Keys, Units, Partials],
-            Self::Rows | Self::Tiles { .. } => &[Queries, Keys, Units],
+            Self::Tiles { .. } if has_parts => &[Queries, Keys, Units, Sequences, Partials],
+            Self::Tiles { .. } => &[Queries, Keys, Units, Sequences],
+            Self::Rows => &[Queries, Keys, Units],
             // The list names sequences.
             Self::Ordered { .. } => &[Queries, Keys],
         }
@@ -79,22 +82,24 @@ pub(crate) struct Uniform {
     pub(crate) kv_len: i32,
 }
 
-/// A prefix sum.
+/// A prefix sum, or what another one counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Table {
     /// Packed query rows.
     Queries,
     /// Packed keys.
     Keys,
-    /// What the grid counts: units, or rows for [`Division::Rows`].
+    /// What the grid counts: rows for [`Division::Rows`], else units, in the order of [`Table::Sequences`].
     Units,
+    /// The sequences, those with the most keys first: blocks start in their order, and what starts last had better be short.
+    Sequences,
     /// Rows of partial results.
     Partials,
 }
 
 impl Table {
     /// How many there are.
-    const COUNT: usize = 4;
+    const COUNT: usize = 5;
 }
 
 impl Lengths {
@@ -121,6 +126,7 @@ impl Lengths {
         };
         let heads = problem.q_heads();
         let mut tables = vec![0i64; Table::COUNT * (batch + 1)];
+        let mut counts = Vec::with_capacity(batch);
         let (mut units, mut partials, mut rows) = (0i64, 0i64, 0i64);
         for sequence in 0..=batch {
             let at = |table: Table| table as usize * (batch + 1) + sequence;
@@ -130,7 +136,7 @@ impl Lengths {
             let kv = if last { lengths.total_kv() as i64 } else { row(lengths.kv_rows(sequence)) };
             (tables[at(Table::Queries)], tables[at(Table::Keys)]) = (q, kv);
             tables[at(Table::Partials)] = partials;
-            tables[at(Table::Units)] = if division == Division::Rows { rows } else { units };
+            tables[at(Table::Units)] = rows;
             if last {
                 break;
             }
@@ -146,10 +152,23 @@ impl Lengths {
             let unit_count = product(&of_sequence)?;
             let partial_count = if parts > 1 { product(&[parts, written, heads])? } else { 0 };
             units = sum(units, unit_count)?;
+            counts.push(unit_count);
             partials = sum(partials, partial_count)?;
             rows = sum(rows, written as i64)?;
         }
         let is_rows = division == Division::Rows;
+        if !is_rows {
+            let mut places: Vec<_> = (0..batch).collect();
+            places.sort_by_key(|&sequence| Reverse(visited(problem, sequence)));
+            let [starts, sequences] =
+                [Table::Units, Table::Sequences].map(|table| table as usize * (batch + 1));
+            let mut before = 0;
+            for (place, &sequence) in places.iter().enumerate() {
+                (tables[starts + place], tables[sequences + place]) = (before, sequence as i64);
+                before += counts[sequence];
+            }
+            tables[starts + batch] = before;
+        }
         let counted = usize::try_from(if is_rows { rows } else { units }).unwrap_or(usize::MAX);
         let blocks = counted.saturating_mul(heads / pack);
         let most = i32::MAX.unsigned_abs();
@@ -205,8 +224,13 @@ pub(crate) fn written_rows(problem: &Problem, sequence: usize) -> usize {
 
 /// Parts that a split makes of the keys that the rows of a sequence see.
 pub(crate) fn parts(problem: &Problem, split: Split, sequence: usize) -> usize {
+    split.parts(visited(problem, sequence))
+}
+
+/// Keys that some row of a sequence sees.
+fn visited(problem: &Problem, sequence: usize) -> usize {
     let (q_len, kv_len) = (problem.lengths().q(sequence), problem.lengths().kv(sequence));
-    split.parts(problem.band().rows(0..q_len, q_len, kv_len).len())
+    problem.band().rows(0..q_len, q_len, kv_len).len()
 }
 
 /// The rows and keys of every sequence, where all have as many.
@@ -269,12 +293,25 @@ mod tests {
         let got = divide(spec(&[1, 0, 5], &[100, 7, 33]), tiles(16, 4, Split::Chunks(32)));
         assert_eq!(table(&got, Table::Queries), [0, 1, 1, 6]);
         assert_eq!(table(&got, Table::Keys), [0, 100, 107, 140]);
-        // 4 parts of one tile; no rows; two tiles of 20 flat rows in two parts.
-        assert_eq!(table(&got, Table::Units), [0, 4, 4, 8]);
+        // 4 parts of one tile; two tiles of 20 flat rows in two parts; no rows.
+        assert_eq!(table(&got, Table::Units), [0, 4, 8, 8]);
+        assert_eq!(table(&got, Table::Sequences)[..3], [0, 2, 1]);
         assert_eq!(table(&got, Table::Partials), [0, 32, 32, 112]);
         assert_eq!((got.blocks, got.partial_rows), (16, 112));
         assert_eq!(got.partial_bytes(64).expect("small"), 112 * 65 * 4);
         assert_eq!(got.count_bytes().expect("small"), 112 * 4);
+    }
+
+    #[test]
+    fn sequences_with_most_keys_come_first() {
+        let got = divide(spec(&[1, 2, 1, 40], &[9, 900, 70, 900]), tiles(16, 4, Split::Whole));
+        assert_eq!(table(&got, Table::Sequences)[..4], [1, 3, 2, 0]);
+        assert_eq!(table(&got, Table::Units), [0, 1, 11, 12, 13]);
+        // A window of few keys makes all alike, and they stay in order.
+        let mut windowed = spec(&[1, 1, 1], &[100, 50, 200]);
+        (windowed.causal, windowed.window_left) = (true, Some(15));
+        let got = divide(windowed, tiles(16, 4, Split::Whole));
+        assert_eq!(table(&got, Table::Sequences)[..3], [0, 1, 2]);
     }
 
     #[test]
@@ -307,7 +344,7 @@ mod tests {
 
     #[test]
     fn only_tables_that_are_read_are_uploaded() {
-        use Table::{Keys, Partials, Queries, Units};
+        use Table::{Keys, Partials, Queries, Sequences, Units};
         let (equal, unequal) = (spec(&[4, 4], &[64, 64]), spec(&[4, 5], &[64, 64]));
         let ordered = Division::Ordered { tile: 16, pack: 1 };
         let (whole, parts) = (tiles(16, 1, Split::Whole), tiles(16, 1, Split::Parts(2)));
@@ -318,8 +355,8 @@ mod tests {
             (&equal, parts, &[Partials]),
             (&unequal, Division::Rows, &[Queries, Keys, Units]),
             (&unequal, ordered, &[Queries, Keys]),
-            (&unequal, whole, &[Queries, Keys, Units]),
-            (&unequal, parts, &[Queries, Keys, Units, Partials]),
+            (&unequal, whole, &[Queries, Keys, Units, Sequences]),
+            (&unequal, parts, &[Queries, Keys, Units, Sequences, Partials]),
         ] {
             let got = divide(spec.clone(), division);
             let upload = got.upload();
@@ -328,7 +365,7 @@ mod tests {
                 assert_eq!(got.offset(one), Some(n as u64 * 24), "{division:?} {one:?}");
                 assert_eq!(&upload[n * 3..][..3], got.table(one), "{division:?} {one:?}");
             }
-            let all = [Queries, Keys, Units, Partials];
+            let all = [Queries, Keys, Units, Sequences, Partials];
             let absent = all.iter().filter(|table| !read.contains(table));
             assert!(absent.into_iter().all(|&table| got.offset(table).is_none()));
         }

@@ -144,6 +144,7 @@ pub(crate) struct ForwardParams {
     pub(crate) section: i32,
     pub(crate) most_visits: i32,
     pub(crate) reserved: i32,
+    pub(crate) sequences: Address,
 }
 
 /// The union of two attention states.
@@ -224,7 +225,7 @@ mod tests {
 
     #[test]
     fn params_have_the_sizes_that_the_device_asserts() {
-        assert_eq!(size_of::<ForwardParams>(), 664);
+        assert_eq!(size_of::<ForwardParams>(), 672);
         assert_eq!(size_of::<MergeStatesParams>(), 208);
         assert_eq!(size_of::<AppendParams>(), 288);
         assert_eq!(size_of::<CopyBlocksParams>(), 104);
