@@ -37,17 +37,28 @@ struct CapSeries {
   }
 };
 
-// Three terms of the series are within 2e-7 below this.
-constexpr int NEAREST_TERMS = 3;
-constexpr float TANH_NEAREST = 0.12f;
+// Below this tanh x / x is a line in x^2 within 1.7e-6, the least there is.
+constexpr float TANH_NEAREST = 0.1f;
 
-// Makes products natural scores under a soft-cap.
+// softcap tanh(scale s / softcap) / s of a product s that is far below the cap, times `unit`.
+struct CapLine {
+  float one;
+  float square;
+
+  __device__ CapLine(float scale, float factor, float unit)
+      : one(0.99999834f * scale * unit), square(-0.3320053f * scale * factor * factor * unit) {}
+
+  __device__ float at(float s) const { return __fmaf_rn(square, s * s, one); }
+};
+
+// Makes products natural scores under a soft-cap. Where all of the warp's are near enough for
+// CapLine it may leave them and answer true, so that the line can be part of the exponent.
 //
-// Scores far below the cap, which most are, need the series alone: no special function, of which
-// the softmax has enough. `is_own`: all of the tile belongs to visible pairs, so that looking at it
-// cannot let anything else change a bit.
-template <int SCORES>
-__device__ void cap_scores(float scale, float softcap, bool is_own, float (&scores)[SCORES]) {
+// Scores far below the cap, which most are, need no special function, of which the softmax has
+// enough. `is_own`: all of the tile belongs to visible pairs, so that looking at it cannot let
+// anything else change a bit.
+template <bool MAY_LEAVE, int SCORES>
+__device__ bool cap_scores(float scale, float softcap, bool is_own, float (&scores)[SCORES]) {
   const float factor = scale / softcap;
   // Four at a time: one after the other would wait for each.
   float tops[4] = {};
@@ -56,9 +67,10 @@ __device__ void cap_scores(float scale, float softcap, bool is_own, float (&scor
   float largest = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
   largest = is_own ? largest * fabsf(factor) : 1.0f;
   if (__all_sync(~0u, largest < TANH_NEAREST)) {
-    const CapSeries<NEAREST_TERMS> series(scale, factor * factor);
+    if (MAY_LEAVE) return true;
+    const CapLine line(scale, factor, 1.0f);
 #pragma unroll
-    for (int j = 0; j < SCORES; ++j) scores[j] *= series.at(scores[j] * scores[j]);
+    for (int j = 0; j < SCORES; ++j) scores[j] *= line.at(scores[j]);
   } else if (__all_sync(~0u, largest < TANH_NEAR)) {
     const CapSeries<TANH_TERMS> series(scale, factor * factor);
 #pragma unroll
@@ -67,13 +79,14 @@ __device__ void cap_scores(float scale, float softcap, bool is_own, float (&scor
 #pragma unroll
     for (int j = 0; j < SCORES; ++j) scores[j] = softcap * tanh_of(scores[j] * factor);
   }
+  return false;
 }
 
 // Makes products natural scores.
 template <int SCORES>
 __device__ void scale_scores(float scale, float softcap, bool is_own, float (&scores)[SCORES]) {
   if (softcap > 0.0f) {
-    cap_scores(scale, softcap, is_own, scores);
+    cap_scores<false>(scale, softcap, is_own, scores);
     return;
   }
 #pragma unroll

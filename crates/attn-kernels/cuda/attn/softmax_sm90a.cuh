@@ -56,6 +56,8 @@ struct Softmax {
   Exponent exponent;
   const float slack;  // how far a maximum may stay behind
 
+  // Under a soft-cap: the scores are products still, which the exponent caps by CapLine.
+  bool is_near = false;
   float scores[SCORES];
   u32 weights[SCORES * config::ELEMENT_BYTES / 4];
   float max[2];
@@ -88,7 +90,11 @@ struct Softmax {
     // What is hidden must not decide how the rest is computed.
     const bool is_own =
         is_clear && !is_cut && flat_rows(p, unit.bottom - unit.top + 1) == config::BLOCK_M;
-    if constexpr (config::IS_CAPPED) cap_scores(score_scale(p, unit), p.softcap, is_own, scores);
+    if constexpr (config::IS_CAPPED) {
+      // Weights of fp8 have no room below a bound.
+      constexpr bool MAY_LEAVE = !config::IS_FP8;
+      is_near = cap_scores<MAY_LEAVE>(score_scale(p, unit), p.softcap, is_own, scores);
+    }
     if constexpr (config::IS_GENERAL) {
       scale_scores(score_scale(p, unit), p.softcap, is_own, scores);
       if (p.alibi.data != nullptr || p.bias.data != nullptr || p.mask.data != nullptr) {
@@ -135,8 +141,16 @@ struct Softmax {
     return count >= 32 ? ~0u : (1u << max_of(count, 0)) - 1;
   }
 
-  // The largest score of one of the lane's two rows.
+  // A bound that serves in place of a maximum, whatever the scores are: weights of the lowest are
+  // e^-10 then, and f16 still has ten bits of them.
+  static constexpr float MOST_BOUND = 5.0f;
+
+  // The largest score of one of the lane's two rows, or a bound that serves as well.
   __device__ float top_of(int half) const {
+    if constexpr (config::IS_CAPPED) {
+      const float bound = p.softcap * TANH_NEAREST;
+      if (is_near && bound <= MOST_BOUND) return bound;
+    }
     // TOPS at a time: one after the other would wait for each.
     float tops[TOPS];
 #pragma unroll
@@ -148,8 +162,15 @@ struct Softmax {
 #pragma unroll
     for (int j = 1; j < TOPS; ++j) top = fmaxf(top, tops[j]);
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    return fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    if constexpr (config::IS_CAPPED) {
+      // The cap keeps the order.
+      if (is_near) top *= line(1.0f).at(top);
+    }
+    return top;
   }
+
+  __device__ CapLine line(float unit) const { return {p.scale, p.scale / p.softcap, unit}; }
 
   // Takes over a maximum of a row.
   __device__ void shift_by(int half, float top) {
@@ -194,6 +215,16 @@ struct Softmax {
   }
 
   __device__ void weigh_row(int half) {
+    if (config::IS_CAPPED && !config::IS_FP8 && is_near) {
+      const CapLine exponents = line(LOG2E);
+#pragma unroll
+      for (int j = 0; j < SCORES / 2; ++j) {
+        float& score = scores[j / 2 * 4 + half * 2 + j % 2];
+        score = ptx::ex2_approx_ftz_f32(__fmaf_rn(score, exponents.at(score), -shift[half]));
+        sum[half] += score;
+      }
+      return;
+    }
     const float own = config::IS_FP8 && is_far[half] ? come_near(half) : shift[half];
 #pragma unroll
     for (int j = 0; j < SCORES / 2; ++j) {
