@@ -13,6 +13,7 @@ mod workload;
 use std::io::{self, BufRead, Write};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use attn_core::Phase;
 use attn_kernels::cuda::Workspace;
 use serde_json::{Value, json};
 
@@ -300,7 +301,10 @@ fn more_decodes(question: &Question) -> Result<Vec<Contestant>, String> {
     ] {
         all.push((name, paged(question.clone(), size)?));
     }
-    let invariant = with(question.clone(), |q| q.spec.options.batch_invariant = true);
+    let invariant = with(question.clone(), |q| {
+        let options = &mut q.spec.options;
+        (options.batch_invariant, options.phase) = (true, Some(Phase::Decode));
+    });
     let rows = with(question.clone(), |q| {
         (q.spec.q_lens, q.spec.causal) = (vec![8; q.spec.kv_lens.len()], true);
     });

@@ -116,14 +116,14 @@ __device__ void forward(const ForwardParams& p) {
 
   i32 first = visit(unit.keys.lo, team);
   i32 ahead = first;
-  Entries entries;
-  entries.read(p, keys, ahead, unit.keys.hi);
+  Entry entry;
+  entry.read(p, keys, ahead, unit.keys.hi);
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
     if (ahead < unit.keys.hi) {
-      load_stage(p, keys, entries, ring, stage, ahead, unit.keys.hi);
+      load_stage(p, keys, entry, ring, stage, ahead, unit.keys.hi);
       ahead = visit(ahead, TEAMS);
-      entries.read(p, keys, ahead, unit.keys.hi);
+      entry.read(p, keys, ahead, unit.keys.hi);
     }
     ptx::cp_async_commit_group();
   }
@@ -147,9 +147,9 @@ __device__ void forward(const ForwardParams& p) {
     if constexpr (!IS_GENERAL) ahead = first + (STAGES - 1) * TEAMS * BLOCK_N;
     if (ahead < unit.keys.hi) {
       const int free = stage == 0 ? STAGES - 1 : stage - 1;
-      load_stage(p, keys, entries, ring, free, ahead, unit.keys.hi);
+      load_stage(p, keys, entry, ring, free, ahead, unit.keys.hi);
       ahead = visit(ahead, TEAMS);
-      entries.read(p, keys, ahead, unit.keys.hi);
+      entry.read(p, keys, ahead, unit.keys.hi);
     }
     ptx::cp_async_commit_group();
 

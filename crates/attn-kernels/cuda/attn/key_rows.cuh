@@ -13,8 +13,15 @@
 
 namespace attn {
 
-// Sixteen bytes of NaN in every stored type: what a key of an invalid page reads.
-__device__ const Vec16 NAN_CHUNK = {{~0u, ~0u, ~0u, ~0u}};
+// A row of NaN in every stored type, of the largest dimension: what a key of an invalid page reads.
+struct NanRow {
+  u32 words[128];
+
+  __device__ constexpr NanRow() : words{} {
+    for (u32& word : words) word = ~0u;
+  }
+};
+__device__ const NanRow NAN_ROW;
 
 // The rows of one sequence and KV head. ELEMENT: bytes of a stored element.
 template <bool PAGED, int ELEMENT>
@@ -23,12 +30,10 @@ struct KeyRows {
   const u8* v;
   const i32* table;  // of the sequence
 
-  // The addresses of a row's key and value; `step` scales the distance from them, 0 for an invalid
-  // page.
+  // The addresses of a row's key and value.
   struct Row {
     const u8* k;
     const u8* v;
-    i32 step;
   };
 
   KeyRows() = default;
@@ -44,7 +49,7 @@ struct KeyRows {
   // Before the rows of a tile whose first key is `key`.
   __device__ Row first(const ForwardParams& p, i32 key) const {
     if constexpr (PAGED) return {};
-    return {k + key * p.k.row * ELEMENT, v + key * p.v.row * ELEMENT, 1};
+    return {k + key * p.k.row * ELEMENT, v + key * p.v.row * ELEMENT};
   }
 
   // The entry of the block table for key `key`, which is in the sequence.
@@ -55,12 +60,12 @@ struct KeyRows {
   // The row of key `key` in the page of that entry.
   __device__ Row row(const ForwardParams& p, i32 key, i32 page) const {
     if (page < 0 || page >= p.table.pages) {
-      const u8* nan = reinterpret_cast<const u8*>(&NAN_CHUNK);
-      return {nan, nan, 0};
+      const u8* nan = reinterpret_cast<const u8*>(&NAN_ROW);
+      return {nan, nan};
     }
     const i32 slot = key - i32(p.table.page_size.divide(u32(key)) * p.table.page_size.value);
     return {k + row_offset(p.k, page, slot, 0) * ELEMENT,
-            v + row_offset(p.v, page, slot, 0) * ELEMENT, 1};
+            v + row_offset(p.v, page, slot, 0) * ELEMENT};
   }
 
   // The row of key `key`, which is in the sequence; in order, simply `rows` after that of `at`.
@@ -68,7 +73,7 @@ struct KeyRows {
     if constexpr (PAGED) {
       return row(p, key, page_of(p, key));
     } else {
-      return {at.k + rows * p.k.row * ELEMENT, at.v + rows * p.v.row * ELEMENT, 1};
+      return {at.k + rows * p.k.row * ELEMENT, at.v + rows * p.v.row * ELEMENT};
     }
   }
 };

@@ -50,10 +50,10 @@ __device__ inline u32 tile_of(u32 team, int stage) {
 }
 
 // Copies the thread's chunks of one row. `to`: where the thread's chunk of the tile's first row
-// goes; `limit`: elements of the row that exist from the thread's chunk on, none where the row does
-// not.
+// goes; `from`: the thread's chunk of the row; `limit`: elements of the row that exist from there
+// on, none where the row does not.
 template <int DIM>
-__device__ void copy_row(u32 to, const u8* from, i32 step, int pass, i32 limit) {
+__device__ void copy_row(u32 to, const u8* from, int pass, i32 limit) {
   using S = Share<DIM>;
 #pragma unroll
   for (int panel = 0; panel < S::Tile::COUNT; ++panel) {
@@ -70,40 +70,71 @@ __device__ void copy_row(u32 to, const u8* from, i32 step, int pass, i32 limit) 
       // Dimensions are multiples of a chunk.
       bytes = left > 0 ? 16 : 0;
     }
-    ptx::cp_async_cg_16(target, from + panel * (S::Tile::WIDTH * S::ELEMENT) * step, bytes);
+    ptx::cp_async_cg_16(target, from + panel * (S::Tile::WIDTH * S::ELEMENT), bytes);
   }
 }
 
-// Whether the entries of the block table are read a tile ahead, so that no copy waits for one: a
-// warp that streams keys alone has registers for them.
-constexpr bool LOOKS_AHEAD = config::IS_PAGED && config::TEAM_WARPS == 1 &&
-                             config::ROW_TILES == 1 &&
-                             Share<config::HEAD_DIM>::LANES == Share<config::VALUE_DIM>::LANES;
+// Whether each lane finds one row of a tile, and tells those that copy it: a warp that streams keys
+// alone is short of instructions, and of ways to memory and back. The entries of the block table
+// are read a tile ahead, so that no copy waits for one.
+constexpr bool HAS_ROW_A_LANE = config::TEAM_WARPS == 1 && config::ROW_TILES == 1 &&
+                                config::BLOCK_N <= WARP &&
+                                Share<config::HEAD_DIM>::LANES == Share<config::VALUE_DIM>::LANES;
 
-// The entries for the rows of a tile that the thread copies.
-struct Entries {
-  using S = Share<config::HEAD_DIM>;
-
-  i32 pages[LOOKS_AHEAD ? S::PASSES : 1];
+// The entry for the row of a tile that the lane finds.
+struct Entry {
+  i32 page;
 
   template <typename Source>
   __device__ void read(const ForwardParams& p, const Source& keys, i32 first, i32 hi) {
-    if constexpr (LOOKS_AHEAD) {
+    if constexpr (HAS_ROW_A_LANE && config::IS_PAGED) {
       if (first >= hi) return;
-      const i32 top = first + i32(threadIdx.x) % config::TEAM_THREADS / S::LANES;
-#pragma unroll
-      for (int pass = 0; pass < S::PASSES; ++pass) {
-        pages[pass] = keys.page_of(p, min_of(top + pass * S::PASS, hi - 1));
-      }
+      const i32 row = i32(threadIdx.x) % config::BLOCK_N;
+      page = keys.page_of(p, min_of(first + row, hi - 1));
     }
   }
 };
 
-// Starts the copies of a tile of keys: its K rows, its V rows, or both where the threads share them
-// alike.
-template <int DIM, bool HAS_K, bool HAS_V, typename Source>
-__device__ void copy_tile(const ForwardParams& p, const Source& keys, const Entries& entries, u32 k,
+// Starts the copies of a tile of keys, a row a lane. IS_WHOLE: all rows and columns of it exist.
+template <bool IS_WHOLE, typename Source>
+__device__ void copy_rows(const ForwardParams& p, const Source& keys, const Entry& entry, u32 k,
                           u32 v, i32 first, i32 hi) {
+  using namespace config;
+  using S = Share<HEAD_DIM>;
+  static_assert(BLOCK_N % S::PASS == 0);
+  const int lane = threadIdx.x % WARP;
+  const int chunk = lane % S::LANES;
+  const int top = lane / S::LANES;
+  const i32 column = chunk * S::CHUNK;
+  const u32 k_to = k + (IS_FP8 ? lane * 16 : KTile::offset(top, chunk));
+  const u32 v_to = v + (IS_FP8 ? lane * 16 : VTile::offset(top, chunk));
+  const i32 found = first + lane % BLOCK_N;
+  // Of a key past the end the address is formed and never read; where forming it reads the block
+  // table, the last key stands in.
+  const auto own = IS_PAGED ? keys.row(p, IS_WHOLE ? found : min_of(found, hi - 1), entry.page)
+                            : keys.first(p, found);
+#pragma unroll
+  for (int pass = 0; pass < S::PASSES; ++pass) {
+    const int row = top + pass * S::PASS;
+    const auto told = [&](const u8* address) {
+      const u64 shared = __shfl_sync(~0u, reinterpret_cast<u64>(address), row);
+      return reinterpret_cast<const u8*>(shared) + chunk * 16;
+    };
+    const u8* k_from = told(own.k);
+    const u8* v_from = told(own.v);
+    const bool is_there = IS_WHOLE || first + row < hi;
+    const i32 k_limit = IS_WHOLE ? HEAD_DIM : is_there ? p.head_dim - column : 0;
+    const i32 v_limit = IS_WHOLE ? VALUE_DIM : is_there ? p.value_dim - column : 0;
+    copy_row<HEAD_DIM>(k_to, k_from, pass, k_limit);
+    copy_row<VALUE_DIM>(v_to, v_from, pass, v_limit);
+  }
+}
+
+// Starts the copies of a tile of keys by threads that find the rows that they copy: its K rows, its
+// V rows, or both where the threads share them alike.
+template <int DIM, bool HAS_K, bool HAS_V, typename Source>
+__device__ void copy_tile(const ForwardParams& p, const Source& keys, u32 k, u32 v, i32 first,
+                          i32 hi) {
   using S = Share<DIM>;
   const int thread = threadIdx.x % config::TEAM_THREADS;
   const int lane = thread % S::LANES;
@@ -114,41 +145,39 @@ __device__ void copy_tile(const ForwardParams& p, const Source& keys, const Entr
   auto source = keys.first(p, first + top);
   // Looked-up addresses are long-lived where the loop is unrolled; without a look-up they are one
   // sum.
-#pragma unroll(config::IS_PAGED && !LOOKS_AHEAD ? 1 : S::PASSES)
+#pragma unroll(config::IS_PAGED ? 1 : S::PASSES)
   for (int pass = 0; pass < S::PASSES; ++pass) {
     if (config::BLOCK_N % S::PASS != 0 && top + pass * S::PASS >= config::BLOCK_N) break;
     const i32 key = first + top + pass * S::PASS;
-    // A key past the end: its address is formed and never read. Where forming it would read the
-    // block table, the last key stands in.
-    if constexpr (LOOKS_AHEAD) {
-      source = keys.row(p, min_of(key, hi - 1), entries.pages[pass]);
-    } else if (config::IS_PAGED || pass > 0) {
+    // As in copy_rows.
+    if (config::IS_PAGED || pass > 0) {
       source = keys.next(p, source, min_of(key, hi - 1), S::PASS);
     }
     const i32 k_limit = key < hi ? p.head_dim - column : 0;
     const i32 v_limit = key < hi ? p.value_dim - column : 0;
-    const i64 shift = i64(column) * S::ELEMENT * source.step;
-    if constexpr (HAS_K) {
-      copy_row<config::HEAD_DIM>(k_to, source.k + shift, source.step, pass, k_limit);
-    }
-    if constexpr (HAS_V) {
-      copy_row<config::VALUE_DIM>(v_to, source.v + shift, source.step, pass, v_limit);
-    }
+    if constexpr (HAS_K) copy_row<config::HEAD_DIM>(k_to, source.k + lane * 16, pass, k_limit);
+    if constexpr (HAS_V) copy_row<config::VALUE_DIM>(v_to, source.v + lane * 16, pass, v_limit);
   }
 }
 
 // Starts the copies of a tile of keys into a stage.
 template <typename Source>
-__device__ void load_stage(const ForwardParams& p, const Source& keys, const Entries& entries,
-                           u32 team, int stage, i32 first, i32 hi) {
+__device__ void load_stage(const ForwardParams& p, const Source& keys, const Entry& entry, u32 team,
+                           int stage, i32 first, i32 hi) {
   using namespace config;
   const u32 k = IS_FP8 ? team + TILE_BYTES + stage * RAW_BYTES : team + stage * TILE_BYTES;
   const u32 v = k + (IS_FP8 ? Share<HEAD_DIM>::RAW_BYTES : KTile::BYTES);
-  if constexpr (Share<HEAD_DIM>::LANES == Share<VALUE_DIM>::LANES) {
-    copy_tile<HEAD_DIM, true, true>(p, keys, entries, k, v, first, hi);
+  if constexpr (HAS_ROW_A_LANE) {
+    if (first + BLOCK_N <= hi && p.head_dim == HEAD_DIM && p.value_dim == VALUE_DIM) {
+      copy_rows<true>(p, keys, entry, k, v, first, hi);
+    } else {
+      copy_rows<false>(p, keys, entry, k, v, first, hi);
+    }
+  } else if constexpr (Share<HEAD_DIM>::LANES == Share<VALUE_DIM>::LANES) {
+    copy_tile<HEAD_DIM, true, true>(p, keys, k, v, first, hi);
   } else {
-    copy_tile<HEAD_DIM, true, false>(p, keys, entries, k, v, first, hi);
-    copy_tile<VALUE_DIM, false, true>(p, keys, entries, k, v, first, hi);
+    copy_tile<HEAD_DIM, true, false>(p, keys, k, v, first, hi);
+    copy_tile<VALUE_DIM, false, true>(p, keys, k, v, first, hi);
   }
 }
 
