@@ -40,6 +40,7 @@ static FILES: &[SourceFile] = embed! {
     "attn/key_rows.cuh"
     "attn/locate.cuh"
     "attn/merge.cuh"
+    "attn/near.cuh"
     "attn/options_sm90a.cuh"
     "attn/output.cuh"
     "attn/produce_sm90a.cuh"

@@ -14,6 +14,7 @@
 #include "attn/exchange.cuh"
 #include "attn/hide.cuh"
 #include "attn/merge.cuh"
+#include "attn/near.cuh"
 #include "attn/output.cuh"
 #include "attn/rows.cuh"
 #include "attn/softmax.cuh"
@@ -65,18 +66,21 @@ __device__ void forward(const ForwardParams& p) {
 
   const i32 thread = i32(threadIdx.x);
   if (thread < WARP) {
-    // The units of equal sequences follow from the parameters, before the launch before this one
-    // has ended.
-    if (p.uniform_units.value == 0) ptx::griddepcontrol_wait<__CUDA_ARCH__>();
+    // Of parameters and of tables that the host wrote: no launch overlaps with a copy, so that these
+    // are there before the launch before this one has ended.
     const Unit own = unit_of<BLOCK_M>(p, blockIdx.x);
     if (thread == 0) {
       unit = own;
       keys = KeyRows<IS_PAGED, size_of(KV_DTYPE)>(p, own.sequence, own.kv_head);
     }
   }
+  __syncthreads();
+  // Blocks that come later have nothing to wait for.
+  if (__CUDA_ARCH__ >= 900 && HAS_PARTS && blockIdx.x < ptx::nsmid() * MIN_BLOCKS) {
+    bring_near(p, unit, keys);
+  }
   ptx::griddepcontrol_wait<__CUDA_ARCH__>();
   ptx::griddepcontrol_launch_dependents<__CUDA_ARCH__>();
-  __syncthreads();
   const i32 team = thread / TEAM_THREADS;
   const i32 warp = thread % TEAM_THREADS / WARP;
   const u32 queries = tile::shared_address(memory);

@@ -53,9 +53,10 @@ struct KeyRows {
   }
 
   // The entry of the block table for key `key`, which is in the sequence.
-  __device__ i32 page_of(const ForwardParams& p, i32 key) const {
-    return table[p.table.page_size.divide(u32(key)) * p.table.column];
+  __device__ const i32* entry_of(const ForwardParams& p, i32 key) const {
+    return table + p.table.page_size.divide(u32(key)) * p.table.column;
   }
+  __device__ i32 page_of(const ForwardParams& p, i32 key) const { return *entry_of(p, key); }
 
   // The row of key `key` in the page of that entry.
   __device__ Row row(const ForwardParams& p, i32 key, i32 page) const {

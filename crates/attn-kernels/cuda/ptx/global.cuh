@@ -32,6 +32,18 @@ __device__ inline Vec16 ld_global_cg_v4_b32(const void* from) {
   return v;
 }
 
+// ld.global.cg.b32: the same.
+__device__ inline u32 ld_global_cg_b32(const void* from) {
+  u32 x;
+  asm volatile("ld.global.cg.b32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+
+// prefetch.global.L2: the line of 128 bytes that an address is in.
+__device__ inline void prefetch_global_l2(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
 // ld.global.cg.f32: the same.
 __device__ inline float ld_global_cg_f32(const float* from) {
   float x;

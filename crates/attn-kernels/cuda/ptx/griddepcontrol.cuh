@@ -23,4 +23,11 @@ __device__ inline void griddepcontrol_wait() {
   if constexpr (ARCH >= 900) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
+// %nsmid: multiprocessors, or a few more.
+__device__ inline u32 nsmid() {
+  u32 n;
+  asm("mov.u32 %0, %%nsmid;" : "=r"(n));
+  return n;
+}
+
 }  // namespace attn::ptx

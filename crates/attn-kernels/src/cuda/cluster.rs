@@ -28,14 +28,15 @@ pub(super) fn blocks(
     if uniform.units as usize != parts {
         return Ok(1);
     }
-    let mut blocks = MOST_CLUSTER;
-    while blocks > 1 {
-        let size = blocks as usize;
-        let is_worth = size == parts || rows.saturating_mul(parts) >= MANY_ROWS;
-        if is_worth && parts.is_multiple_of(size) && lengths.blocks / blocks <= most(blocks)? {
+    // All of them, of any number; else some.
+    let is_worth = rows.saturating_mul(parts) >= MANY_ROWS;
+    let halves = (1..=MOST_CLUSTER.ilog2()).rev().map(|power| 1 << power);
+    let some = halves.filter(|&blocks| is_worth && parts.is_multiple_of(blocks as usize));
+    let all = u32::try_from(parts).ok().filter(|parts| (2..=MOST_CLUSTER).contains(parts));
+    for blocks in all.into_iter().chain(some) {
+        if lengths.blocks / blocks <= most(blocks)? {
             return Ok(blocks);
         }
-        blocks /= 2;
     }
     Ok(1)
 }
@@ -56,7 +57,9 @@ mod tests {
         let split = Split::Parts(parts);
         let division = Division::Tiles { tile: 16, pack: problem.group(), split };
         let lengths = Lengths::new(&problem, division).expect("small");
-        let most = |blocks: u32| Ok([66, 32, 16, 7][blocks.ilog2() as usize - 1]);
+        let most = |blocks: u32| {
+            Ok([66, 66, 44, 32, 24, 21, 16, 16, 8, 8, 8, 8, 8, 7, 7, 7][blocks as usize - 1])
+        };
         blocks(&problem, &lengths, split, most).expect("no driver")
     }
 
@@ -67,7 +70,8 @@ mod tests {
         assert_eq!(cluster((32, 8), &[1024; 8], 2), 2);
         // Eight clusters of 16, and few rows to join.
         assert_eq!(cluster((32, 8), &[8192], 16), 1);
-        assert_eq!(cluster((32, 8), &[1024], 3), 1);
+        assert_eq!(cluster((32, 8), &[1024], 3), 3);
+        assert_eq!(cluster((16, 1), &[8192; 8], 12), 12);
         assert_eq!(cluster((32, 8), &[1024], 1), 1);
     }
 
