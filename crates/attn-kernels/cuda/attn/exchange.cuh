@@ -88,37 +88,92 @@ struct Exchange {
     }
   }
 
-  // Joins this block's piece of what all have sent.
+  // Where quad `i` of the block's own piece is.
+  struct Place {
+    i32 column;
+    i32 row;
+    i32 position;
+    i32 head;
+    bool is_row;
+  };
+  __device__ Place place_of(const ForwardParams& p, const Unit& unit, i32 i) const {
+    const i32 at = i32(rank) * piece + i;
+    const i32 row = at / QUADS;
+    const i32 position = unit.position(p, row);
+    return {at % QUADS * 4, row, position, unit.head_of(p, row, position),
+            position < unit.sequence.q_len};
+  }
+
+  // A quad of a row's columns, and its LSE.
+  struct Quad {
+    float4 x;
+    float lse;
+  };
+
+  // Joins `count` results, of which `lse_of` and `columns_of` answer the n-th one's.
+  template <typename Lse, typename Columns>
+  __device__ static Quad join_quad(i32 count, float sink, const Lse& lse_of,
+                                   const Columns& columns_of) {
+    float max = sink;
+    for (i32 n = 0; n < count; ++n) max = fmaxf(max, lse_of(n));
+    float sum = 0.0f;
+    merge::Four o = {};
+#pragma unroll 4
+    for (i32 n = 0; n < count; ++n) {
+      const float share = merge::share_of(lse_of(n), max);
+      sum += share;
+      o.add(share, columns_of(n));
+    }
+    const merge::Join all(max, sum, sink);
+    return {{o.x[0] * all.factor, o.x[1] * all.factor, o.x[2] * all.factor, o.x[3] * all.factor},
+            all.lse};
+  }
+
+  __device__ static float sink_at(const ForwardParams& p, const Unit& unit, const Place& at) {
+    return at.is_row ? per_head(p.sinks, unit.sequence.index, at.head, NEG_INF) : NEG_INF;
+  }
+
+  // Joins this block's piece of what all of the cluster have sent: the output, where these are all
+  // parts, else a result of the cluster, whose LSEs each block writes for itself.
   __device__ void join(const ForwardParams& p, const Unit& unit, const PartialRows& partial) const {
     while (!ptx::mbarrier_try_wait_parity_cluster(barrier, 0)) {
     }
+    const PartialRows own = {partial.are_used, partial.first, unit.part, unit.rows};
     for (i32 i = i32(threadIdx.x); i < own_quads(); i += config::THREADS) {
-      const i32 at = i32(rank) * piece + i;
-      const i32 row = at / QUADS;
-      const i32 column = at % QUADS * 4;
-      const i32 position = unit.position(p, row);
-      const i32 head = unit.head_of(p, row, position);
-      const bool is_row = position < unit.sequence.q_len;
-      const float sink = is_row && !partial.are_used
-                             ? per_head(p.sinks, unit.sequence.index, head, NEG_INF)
-                             : NEG_INF;
-      float max = sink;
-      for (u32 block = 0; block < blocks; ++block) {
-        max = fmaxf(max, ptx::ld_shared_f32(lse_of(block, row)));
+      const Place at = place_of(p, unit, i);
+      const float sink = partial.are_used ? NEG_INF : sink_at(p, unit, at);
+      const Quad quad = join_quad(
+          i32(blocks), sink, [&](i32 n) { return ptx::ld_shared_f32(lse_of(u32(n), at.row)); },
+          [&](i32 n) { return ptx::ld_shared_v4_b32(quad_of(u32(n), i)); });
+      write_columns(p, unit, partial, at.position, at.head, at.column, quad.x);
+      if (at.column == 0 || (partial.are_used && i == 0)) {
+        write_lse(p, unit, own, at.position, at.head, quad.lse);
       }
-      float sum = 0.0f;
-      merge::Four o = {};
-#pragma unroll 4
-      for (u32 block = 0; block < blocks; ++block) {
-        const float share = merge::share_of(ptx::ld_shared_f32(lse_of(block, row)), max);
-        sum += share;
-        o.add(share, ptx::ld_shared_v4_b32(quad_of(block, i)));
-      }
-      const merge::Join all(max, sum, sink);
-      const float4 x = {o.x[0] * all.factor, o.x[1] * all.factor, o.x[2] * all.factor,
-                        o.x[3] * all.factor};
-      write_columns(p, unit, partial, position, head, column, x);
-      if (column == 0) write_lse(p, unit, partial, position, head, all.lse);
+    }
+  }
+
+  // After the results of a cluster are written: of the blocks that have the same piece the one that
+  // ends last joins it.
+  __device__ void join_clusters(const ForwardParams& p, const Unit& unit, i64 partial_first,
+                                i32 clusters) const {
+    if (!ends_last(p, unit, partial_first, i32(rank), clusters)) return;
+    const PartialRows whole = {false, 0, 0, 0};
+    for (i32 i = i32(threadIdx.x); i < own_quads(); i += config::THREADS) {
+      const Place at = place_of(p, unit, i);
+      if (at.column >= p.value_dim) continue;
+      const auto row_of = [&](i32 part) {
+        return partial_row(p, partial_first, part, unit.rows, at.position, at.head);
+      };
+      const Quad quad = join_quad(
+          at.is_row ? clusters : 0, sink_at(p, unit, at),
+          [&](i32 n) {
+            return ptx::ld_global_cg_f32(p.partial_lse + row_of(n * i32(blocks) + i32(rank)));
+          },
+          [&](i32 n) {
+            return ptx::ld_global_cg_v4_b32(p.partial_o + row_of(n) * p.value_dim + at.column);
+          });
+      write_columns(p, unit, whole, at.position, at.head, at.column, quad.x);
+      if (at.column == 0) write_lse(p, unit, whole, at.position, at.head, quad.lse);
     }
   }
 };

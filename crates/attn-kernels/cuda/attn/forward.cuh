@@ -203,8 +203,12 @@ __device__ void forward(const ForwardParams& p) {
                      if (column == 0) write_lse(p, unit, partial, position, head, lse);
                    });
   }
-  if (is_exchanged) exchange.join(p, unit, partial);
-  if (HAS_PARTS && results > 1) end_part(p, unit, partial_first, results);
+  if (is_exchanged) {
+    exchange.join(p, unit, partial);
+    if (results > 1) exchange.join_clusters(p, unit, partial_first, results);
+  } else if (HAS_PARTS && results > 1) {
+    end_part(p, unit, partial_first);
+  }
 }
 
 }  // namespace attn

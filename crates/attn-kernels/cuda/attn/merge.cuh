@@ -81,12 +81,12 @@ struct Row {
   const float* four;  // of the first part, the lane's first columns
 
   // `row` is flat.
-  __device__ Row(const ForwardParams& p, const Unit& unit, i64 partial_first, i32 count, i32 row) {
+  __device__ Row(const ForwardParams& p, const Unit& unit, i64 partial_first, i32 row) {
     const i32 lane = i32(threadIdx.x % WARP);
     position = unit.position(p, row);
     head = unit.head_of(p, row, position);
     // Padding has no parts.
-    parts = position < unit.sequence.q_len ? count : 0;
+    parts = position < unit.sequence.q_len ? unit.parts : 0;
     const i64 first = partial_row(p, partial_first, 0, unit.rows, position, head);
     step = i64(unit.rows) * p.q_heads;
     lse = ptx::opaque(p.partial_lse + first);
@@ -157,42 +157,41 @@ struct Row {
 
 }  // namespace merge
 
-// Counts a part of a unit's rows as done, its results written, and answers whether it was the last
-// one. The counter is back at 0 then.
-__device__ inline bool ends_last(const ForwardParams& p, const Unit& unit, i64 partial_first) {
+// Counts a result of a unit's rows as done, which the block has written, and answers whether it was
+// the last of `count`. The counter, one of as many as the unit has parts, is back at 0 then.
+__device__ inline bool ends_last(const ForwardParams& p, const Unit& unit, i64 partial_first,
+                                 i32 counter, i32 count) {
   __shared__ bool is_last;
   u32* ended = nullptr;
   if (threadIdx.x == 0) {
     const i32 position = unit.position(p, 0);
-    ended = p.counter +
-            partial_row(p, partial_first, 0, unit.rows, position, unit.head_of(p, 0, position));
+    const i32 head = unit.head_of(p, 0, position);
+    ended = p.counter + partial_row(p, partial_first, counter, unit.rows, position, head);
   }
   __syncthreads();
   if (threadIdx.x == 0) {
     // What the block has written is behind the barrier, and what others have is read past the
     // first-level cache.
-    is_last = ptx::atom_acq_rel_gpu_add_u32(ended, 1) == u32(unit.parts) - 1;
+    is_last = ptx::atom_acq_rel_gpu_add_u32(ended, 1) == u32(count) - 1;
     if (is_last) *ended = 0;
   }
   __syncthreads();
   return is_last;
 }
 
-// After a part of a unit's rows is written, or a block's piece of those of a cluster: the block
-// that ends last joins all `count` results.
-__device__ inline void end_part(const ForwardParams& p, const Unit& unit, i64 partial_first,
-                                i32 count) {
+// After a part of a unit's rows is written: the block that ends last joins all of them.
+__device__ inline void end_part(const ForwardParams& p, const Unit& unit, i64 partial_first) {
   constexpr i32 WARPS = config::THREADS / WARP;
   const i32 warp = i32(threadIdx.x) / WARP;
   // Addresses are formed while the count is on its way.
-  merge::Row row(p, unit, partial_first, count, warp);
-  if (!ends_last(p, unit, partial_first)) return;
+  merge::Row row(p, unit, partial_first, warp);
+  if (!ends_last(p, unit, partial_first, 0, unit.parts)) return;
   for (i32 flat = warp;;) {
     if (!row.is_written(unit)) return;
     row.join(p, unit);
     flat += WARPS;
     if (flat >= config::BLOCK_M) return;
-    row = merge::Row(p, unit, partial_first, count, flat);
+    row = merge::Row(p, unit, partial_first, flat);
   }
 }
 
