@@ -42,15 +42,20 @@ pub(crate) fn fit(
             if let Some(most) = kernel.most_units
                 && standard == Standard::Fastest
             {
-                // Two waves of blocks that take a multiprocessor each: 7 % slower than one of smaller ones, 32 sequences
-                // of 1k keys, 8 KV heads, on an H200 (benches/notes/cuda-decode.md).
-                if heuristics::units(problem) > most.saturating_mul(device.sm_count as usize) {
+                let room = most.saturating_mul(device.sm_count as usize);
+                let (units, tiles) =
+                    (heuristics::units(problem), heuristics::flat_rows(problem).div_ceil(tile.q));
+                // Two waves of blocks that take a multiprocessor each, of few keys: a tenth slower than one of smaller
+                // ones, 32 sequences of 1k keys, 8 KV heads, on an H200; of 8k keys 1 % faster
+                // (benches/notes/cuda-decode.md).
+                if units > room && !heuristics::has_long_keys(problem) {
                     let why = "more sequences and heads than it has room for at one time; smaller blocks leave less of \
                                the device waiting";
                     return Err(Refusal::Slower(why));
                 }
-                // Bytes are what a decode step is made of.
-                if heuristics::flat_rows(problem) > tile.q {
+                // Each tile of rows reads the keys again: from the second-level cache where all run at one time, else
+                // from memory, and bytes are what a decode step is made of.
+                if tiles > 1 && units.saturating_mul(tiles) > room {
                     let why = "a group's rows do not fit one tile, and each tile would read the keys again";
                     return Err(Refusal::Slower(why));
                 }

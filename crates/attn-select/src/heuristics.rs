@@ -231,6 +231,20 @@ const PART_STEP: usize = 64;
 /// 64 parts and 514 in 128 (`benches/notes/cuda-decode.md`).
 const MERGED_ROWS: usize = 1024;
 
+/// Keys of a part of a full tile of rows up to which half the device takes less time than all of it: 32 sequences of 1k keys under 16
+/// query heads over one took 9.6 us in 2 parts, a cluster each, and 11.3 in 4, on an H200 (`benches/notes/cuda-decode.md`).
+const SHORT_PART: usize = 256;
+
+/// Keys of a sequence from which two waves of blocks, a multiprocessor each, are no worse than smaller blocks.
+const LONG_KEYS: usize = 8192;
+
+/// Whether sequences have [`LONG_KEYS`] keys on average.
+pub(crate) fn has_long_keys(problem: &Problem) -> bool {
+    let lengths = problem.lengths();
+    visited_keys(problem) >= LONG_KEYS
+        && lengths.total_kv() >= LONG_KEYS.saturating_mul(lengths.batch())
+}
+
 /// Most blocks of a cluster, on GPUs that have clusters; the engine of the kernels bounds its own by the same number.
 const CLUSTER: usize = 16;
 
@@ -286,7 +300,12 @@ pub fn device_decode_split(
     let is_equal = longest.saturating_mul(lengths.batch()) == total;
     if has_clusters && is_equal {
         let units = tiles.saturating_mul(lengths.batch());
-        return Split::Parts(whole_clusters(parts, blocks / units.max(1)));
+        let rows = flat_rows(problem);
+        // Half the device, which clusters of two find room on at once, is enough for so few bytes.
+        let is_short = rows >= tile.q && longest.div_ceil(parts) <= SHORT_PART;
+        let most = if is_short { blocks / 2 } else { blocks };
+        let parts = if is_short { parts.min((most / units.max(1)).max(1)) } else { parts };
+        return Split::Parts(whole_clusters(parts, most / units.max(1)));
     }
     Split::Chunks(step(longest.div_ceil(parts)))
 }

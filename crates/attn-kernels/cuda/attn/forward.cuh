@@ -68,7 +68,7 @@ __device__ void forward(const ForwardParams& p) {
   if (thread < WARP) {
     // Of parameters and of tables that the host wrote: no launch overlaps with a copy, so that these
     // are there before the launch before this one has ended.
-    const Unit own = unit_of<BLOCK_M>(p, blockIdx.x);
+    const Unit own = unit_of<BLOCK_M, CAN_EXCHANGE>(p, blockIdx.x);
     if (thread == 0) {
       unit = own;
       keys = KeyRows<IS_PAGED, size_of(KV_DTYPE)>(p, own.sequence, own.kv_head);

@@ -2,8 +2,9 @@
 //
 // Flat rows: `pack` query heads of one position are consecutive rows, so that a tile reads each key
 // once for all of them; flat row f is position f / pack and head f % pack of the block of heads.
-// Units of a sequence are numbered [block of heads, part of the keys, tile of rows], the tile with
-// the most keys under a causal bound first.
+// Units of a sequence are numbered [block of heads, part of the keys, tile of rows], or with tiles
+// before parts where neighbouring parts share a cluster; the tile with the most keys under a causal
+// bound first.
 // Who executes: `unit_of` all lanes of a warp; the rest any thread.
 // The invariant: `keys` holds what some row of the tile sees and nothing that every row of it is
 // forbidden by band or part, so that storage outside is never read.
@@ -91,8 +92,9 @@ __device__ inline Task task_of(const ForwardParams& p, u32 block) {
   return task;
 }
 
-// The unit of a task. BLOCK_M: flat rows of a tile. HAS_PARTS: keys may be split.
-template <int BLOCK_M, bool HAS_PARTS = true>
+// The unit of a task. BLOCK_M: flat rows of a tile. HAS_PARTS: keys may be split. ARE_NEIGHBOURS:
+// parts come one after the other.
+template <int BLOCK_M, bool HAS_PARTS = true, bool ARE_NEIGHBOURS = false>
 __device__ Unit unit_of(const ForwardParams& p, const Task& task) {
   Unit unit;
   const u32 inside = task.inside;
@@ -104,12 +106,14 @@ __device__ Unit unit_of(const ForwardParams& p, const Task& task) {
 
   // Flat rows are fewer than 2^31.
   const u32 row_tiles = (u32(unit.rows) * p.pack.value + BLOCK_M - 1) / BLOCK_M;
-  const u32 part = HAS_PARTS ? inside / row_tiles : 0;
-  unit.part = i32(part);
-  unit.first = i32(row_tiles - 1 - (inside - part * row_tiles)) * BLOCK_M;
-
   const Parts parts =
       HAS_PARTS ? parts_of(p, unit.band) : Parts{0, unit.sequence.kv_len, unit.sequence.kv_len, 1};
+  const u32 inner = ARE_NEIGHBOURS ? u32(parts.count) : row_tiles;
+  const u32 outer = HAS_PARTS ? inside / inner : 0;
+  const u32 within = inside - outer * inner;
+  unit.part = i32(ARE_NEIGHBOURS ? within : outer);
+  unit.first = i32(row_tiles - 1 - (ARE_NEIGHBOURS ? outer : within)) * BLOCK_M;
+
   unit.parts = parts.count;
   unit.top = unit.position(p, 0);
   unit.bottom = min_of(unit.position(p, BLOCK_M - 1), unit.sequence.q_len - 1);
@@ -124,9 +128,9 @@ __device__ Unit unit_of(const ForwardParams& p, const Task& task) {
 }
 
 // The unit of block `block`.
-template <int BLOCK_M>
+template <int BLOCK_M, bool ARE_NEIGHBOURS = false>
 __device__ Unit unit_of(const ForwardParams& p, u32 block) {
-  return unit_of<BLOCK_M>(p, task_of(p, block));
+  return unit_of<BLOCK_M, true, ARE_NEIGHBOURS>(p, task_of(p, block));
 }
 
 }  // namespace attn

@@ -9,9 +9,10 @@ use super::config::MOST_CLUSTER;
 use super::lengths::{Lengths, parts};
 use crate::error::Error;
 
-/// Rows of partial results from which it is worth joining some of a unit's parts, where a cluster cannot have all of
-/// them: the block that ends last would read as many alone, on an H200 for some 5 us.
-const MANY_ROWS: usize = 256;
+/// Rows of a unit from which it is worth joining some of its parts, where a cluster cannot have all of them: the block that
+/// ends last would read all parts of 16 rows alone, on an H200 for some 3 us. Of 4 rows it reads 16 parts in less time than
+/// a cluster takes to find room (`benches/notes/cuda-decode.md`).
+const MANY_ROWS: usize = 16;
 
 /// Blocks of a cluster; 1 is no cluster. `most` answers how many clusters of so many blocks the device holds.
 pub(super) fn blocks(
@@ -21,15 +22,13 @@ pub(super) fn blocks(
     most: impl Fn(u32) -> Result<u32, Error>,
 ) -> Result<u32, Error> {
     // Unequal sequences have parts of their own.
-    let Some(uniform) = lengths.uniform else { return Ok(1) };
-    let parts = parts(problem, split, 0);
-    let rows = problem.lengths().longest_q().saturating_mul(problem.group());
-    // Several tiles of rows would lie between the parts of one.
-    if uniform.units as usize != parts {
+    if lengths.uniform.is_none() {
         return Ok(1);
     }
+    let parts = parts(problem, split, 0);
+    let rows = problem.lengths().longest_q().saturating_mul(problem.group());
     // All of them, of any number; else some.
-    let is_worth = rows.saturating_mul(parts) >= MANY_ROWS;
+    let is_worth = rows >= MANY_ROWS;
     let halves = (1..=MOST_CLUSTER.ilog2()).rev().map(|power| 1 << power);
     let some = halves.filter(|&blocks| is_worth && parts.is_multiple_of(blocks as usize));
     let all = u32::try_from(parts).ok().filter(|parts| (2..=MOST_CLUSTER).contains(parts));
