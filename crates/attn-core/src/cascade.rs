@@ -1,7 +1,7 @@
 //! Cascade attention as data: sequences that share leading keys, and the two calls that such a batch is.
 //!
 //! Source: Juravsky et al., "Hydragen", arXiv:2402.05099, section 3 (shared prefixes attended as one product, joined by
-//! the LSE); Ye et al., "ChunkAttention", arXiv:2402.15220; Ye et al., "FlashInfer", arXiv:2501.01005 (composable formats).
+//! the LSE); Ye et al., `ChunkAttention`, arXiv:2402.15220; Ye et al., `FlashInfer`, arXiv:2501.01005 (composable formats).
 //!
 //! The invariant: a [`Cascade`] that exists computes what its problem asks for. For every row the keys of its prefix call
 //! and of its suffix call are disjoint, and their union is what the row sees in the whole call; whatever would

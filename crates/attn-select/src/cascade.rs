@@ -3,7 +3,7 @@
 //! The invariant: pure, like [`crate::choose`], whose plans the two calls get. Whether it pays is one function of plain
 //! numbers, [`cascade_pays`], and its constants stand beside their reasons; nothing else decides.
 //!
-//! Source: Juravsky et al., "Hydragen", arXiv:2402.05099; Ye et al., "FlashInfer", arXiv:2501.01005.
+//! Source: Juravsky et al., "Hydragen", arXiv:2402.05099; Ye et al., `FlashInfer`, arXiv:2501.01005.
 
 use std::fmt;
 
@@ -67,7 +67,6 @@ pub fn cascade_pays(reads: PrefixReads, engine: Engine) -> (Bytes, bool) {
 
 /// How a batch with shared prefixes runs.
 #[derive(Debug, Clone, PartialEq)]
-#[expect(clippy::large_enum_variant, reason = "one value a plan, and plans are cached")]
 pub enum CascadeChoice {
     /// As a call over the prefixes, a call over the rest, and a merge.
     Cascade {
@@ -83,14 +82,14 @@ pub enum CascadeChoice {
         /// The call.
         plan: Plan,
         /// Why it is no cascade.
-        why: Whole,
+        why: NoCascade,
     },
 }
 
 /// Why a batch with shared prefixes runs as one call.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
-pub enum Whole {
+pub enum NoCascade {
     /// Two calls and a merge do not compute the problem.
     Unsupported(attn_core::Error),
     /// No two sequences share anything.
@@ -106,7 +105,7 @@ pub enum Whole {
     NoKernel(Error),
 }
 
-impl fmt::Display for Whole {
+impl fmt::Display for NoCascade {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unsupported(error) => write!(f, "{error}"),
@@ -147,25 +146,46 @@ pub fn choose_cascade(
         // What was given is looked at all the same.
         return match prefixes.first().map(|_| Cascade::new(problem, prefixes, None)) {
             Some(Err(error @ attn_core::Error::Invalid { .. })) => Err(error),
-            _ => plain(Whole::NothingShared),
+            _ => plain(NoCascade::NothingShared),
         };
     }
-    let whole = match Cascade::new(problem, &shared, None) {
-        Ok(whole) => whole,
+    let (plan, reads) = match plan_cascade(problem, &shared, caps, catalogue) {
+        Ok(Ok(planned)) => planned,
+        Ok(Err(why)) => return plain(why),
         Err(error @ attn_core::Error::Unsupported { .. }) => {
-            return plain(Whole::Unsupported(error));
+            return plain(NoCascade::Unsupported(error));
         }
         Err(error) => return Err(error),
     };
+    let (least, pays) = cascade_pays(reads, plan.prefix().engine);
+    if !pays {
+        return plain(NoCascade::Slower { reads, least });
+    }
+    Ok(CascadeChoice::Cascade { plan, reads, least })
+}
+
+/// The plans of a cascade, whether it pays or not, and what it is weighed by; or why there is none.
+///
+/// As [`choose_cascade`] makes them, for callers that measure.
+///
+/// # Errors
+/// As [`Cascade::new`].
+pub fn plan_cascade(
+    problem: &Problem,
+    prefixes: &[SharedPrefix],
+    caps: &DeviceCaps,
+    catalogue: &[KernelDesc],
+) -> Result<Result<(CascadePlan, PrefixReads), NoCascade>, attn_core::Error> {
+    let whole = Cascade::new(problem, prefixes, None)?;
     let rows = part_rows(&whole, caps, catalogue);
     let members = |prefix: &SharedPrefix| rows_of(problem, prefix).0;
     let parts = |prefix: &SharedPrefix| {
         rows.map_or(1, |most| rows_of(problem, prefix).1.div_ceil(most.max(1)))
     };
     let shared: Vec<SharedPrefix> =
-        shared.into_iter().filter(|prefix| members(prefix) > parts(prefix)).collect();
+        prefixes.iter().filter(|prefix| members(prefix) > parts(prefix)).cloned().collect();
     if shared.is_empty() {
-        return plain(Whole::NothingShared);
+        return Ok(Err(NoCascade::NothingShared));
     }
     let cascade = Cascade::new(problem, &shared, rows)?;
     let count = |times: &dyn Fn(&SharedPrefix) -> usize| {
@@ -176,16 +196,13 @@ pub fn choose_cascade(
     let reads = PrefixReads { once: count(&|_| 1), plain: count(&members), cascade: count(&parts) };
     let planned = choose(cascade.prefix(), caps, catalogue)
         .and_then(|prefix| Ok((prefix, choose(cascade.suffix(), caps, catalogue)?)));
-    let (prefix, suffix) = match planned {
-        Ok(plans) => plans,
-        Err(error) => return plain(Whole::NoKernel(error)),
-    };
-    let (least, pays) = cascade_pays(reads, prefix.engine);
-    if !pays {
-        return plain(Whole::Slower { reads, least });
+    match planned {
+        Err(error) => Ok(Err(NoCascade::NoKernel(error))),
+        Ok((prefix, suffix)) => {
+            let plan = CascadePlan::new(cascade, prefix, suffix)?;
+            Ok(Ok((plan, reads)))
+        }
     }
-    let plan = CascadePlan::new(cascade, prefix, suffix)?;
-    Ok(CascadeChoice::Cascade { plan, reads, least })
 }
 
 /// Most query rows of a part of a prefix: none where a prefill kernel's tiles of the prefixes fill the machine, else as
@@ -360,7 +377,7 @@ mod tests {
         let few = problem(&[1040; 2], 4, |_| ());
         let plain = choice(&few, &[(0, 2, 1024)]);
         assert!(
-            matches!(plain, CascadeChoice::Plain { why: Whole::Slower { .. }, .. }),
+            matches!(plain, CascadeChoice::Plain { why: NoCascade::Slower { .. }, .. }),
             "{plain:?}"
         );
     }
@@ -396,12 +413,12 @@ mod tests {
         };
         assert_eq!(plan.cascade().prefixes().len(), 1);
         let alone = choice(&p, &[(1, 2, 16)]);
-        assert!(matches!(alone, CascadeChoice::Plain { why: Whole::NothingShared, .. }));
+        assert!(matches!(alone, CascadeChoice::Plain { why: NoCascade::NothingShared, .. }));
         let nothing = choice(&p, &[]);
-        assert!(matches!(nothing, CascadeChoice::Plain { why: Whole::NothingShared, .. }));
-        for wrong in [vec![1..9], vec![0..2, 1..3], vec![7..8]] {
-            let prefixes: Vec<_> =
-                wrong.into_iter().map(|sequences| SharedPrefix { sequences, tokens: 16 }).collect();
+        assert!(matches!(nothing, CascadeChoice::Plain { why: NoCascade::NothingShared, .. }));
+        for wrong in [&[(1, 9)][..], &[(0, 2), (1, 3)], &[(7, 8)]] {
+            let shared = |&(start, end)| SharedPrefix { sequences: start..end, tokens: 16 };
+            let prefixes: Vec<_> = wrong.iter().map(shared).collect();
             let error = choose_cascade(&p, &prefixes, &caps(), &CATALOGUE).expect_err("invalid");
             assert!(matches!(error, attn_core::Error::Invalid { .. }), "{error}");
         }

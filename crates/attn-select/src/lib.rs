@@ -15,7 +15,7 @@ mod prefill;
 pub use crate::cache::PlanCache;
 pub use crate::cascade::{
     CACHED_MOST, CACHED_RATE, CascadeChoice, CascadeExplanation, DEVICE_LEAST, HOST_LEAST,
-    PrefixReads, Whole, cascade_pays, choose_cascade, explain_cascade,
+    NoCascade, PrefixReads, cascade_pays, choose_cascade, explain_cascade, plan_cascade,
 };
 pub use crate::choose::choose;
 pub use crate::error::Error;

@@ -53,12 +53,13 @@ fn cascade_bounds_the_rows_of_a_part() {
 
 #[test]
 fn cascade_refuses_what_two_calls_do_not_compute() {
+    type Edit = dyn Fn(&mut ProblemSpec);
     let q = [1, 1];
-    let refuse = |edit: &dyn Fn(&mut ProblemSpec)| {
+    let refuse = |edit: &Edit| {
         let p = problem(&q, &[20, 20], |spec| edit(spec));
         Cascade::new(&p, &[shared(0..2, 8)], None).expect_err("refused").to_string()
     };
-    let cases: [(&dyn Fn(&mut ProblemSpec), &str); 7] = [
+    let cases: [(&Edit, &str); 7] = [
         (&|spec| spec.mask = true, "mask"),
         (&|spec| spec.block_mask = Some(crate::BlockSizes { q: 1, kv: 4 }), "mask"),
         (&|spec| spec.bias = true, "bias"),
