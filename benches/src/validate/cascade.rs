@@ -333,6 +333,54 @@ mod tests {
         assert!(planned > 350 && views > 20, "{planned} {views}");
     }
 
+    /// From the allocator's books to the tables of both calls.
+    #[test]
+    fn allocators_groups_are_a_cascade_of_their_batch() {
+        use attn_core::{CacheLayout, KvStorage, ProblemSpec, ValueStorage};
+        use attn_paged::{Allocator, Config, Namespace};
+
+        let mut pool = Allocator::new(Config::new(64, 4)).unwrap();
+        let mut batch = Vec::new();
+        for (tokens, copies) in [(7, 3), (9, 1), (8, 2)] {
+            for n in 0..copies {
+                let mut prompt = vec![tokens; 13];
+                prompt.extend([n; 3]);
+                let seq = pool.alloc(&prompt, Namespace::DEFAULT).unwrap().seq;
+                pool.commit(seq, prompt.len()).unwrap();
+                batch.push(seq);
+            }
+        }
+        let fork = pool.fork(batch[5]).unwrap();
+        pool.append(fork, &[1, 2]).unwrap();
+        batch.push(fork);
+        let q_lens = [1, 1, 2, 1, 1, 1, 1];
+        let prefixes = pool.shared_prefixes(&batch, &q_lens).unwrap();
+        assert_eq!(prefixes, [shared(0..3, 12), shared(4..7, 12)]);
+
+        let kv_lens: Vec<_> = batch.iter().map(|&seq| pool.len(seq).unwrap()).collect();
+        let mut spec = ProblemSpec::new(DType::BF16, 4, 2, 64, &q_lens, &kv_lens);
+        let value = ValueStorage::Separate(64);
+        let layout = CacheLayout::contiguous(DType::BF16, PageOrder::Nhd, 4, 2, 64, value).unwrap();
+        (spec.causal, spec.kv) = (true, KvStorage::Paged(layout));
+        let cascade = Cascade::new(&Problem::new(spec).unwrap(), &prefixes, None).unwrap();
+        let mut whole = [0; 7 * 5];
+        pool.write_padded_table(&batch, 5, &mut whole).unwrap();
+        let view = View::contiguous("block_table", &whole, &[7, 5]).unwrap();
+        let [(parts, wide), (rows, narrow)] =
+            HostTables::shapes(&cascade).map(|[rows, width]| (rows, width));
+        let (mut prefix, mut suffix) = (vec![0; parts * wide], vec![0; rows * narrow]);
+        cascade.write_tables(&view, &mut prefix, &mut suffix).unwrap();
+        let blocks = |n: usize| pool.blocks(batch[n]).unwrap();
+        let same = |table: &[i32], blocks: &[u32]| {
+            table.iter().zip(blocks).all(|(&entry, &block)| u32::try_from(entry) == Ok(block))
+        };
+        // Three sequences, one that shares nothing, three more.
+        assert_eq!((parts, wide, narrow), (3, 3, 4));
+        assert!(same(&prefix[..3], &blocks(2)[..3]) && same(&prefix[6..], &blocks(6)[..3]));
+        assert!(same(&suffix[2 * 4..], &blocks(2)[3..]) && same(&suffix[3 * 4..4 * 4], blocks(3)));
+        assert!(same(&suffix[6 * 4..], &blocks(6)[3..]));
+    }
+
     #[test]
     fn host_cascade_meets_the_rule_on_a_few_batches() {
         let engine = CpuEngine::new().unwrap();
