@@ -137,6 +137,22 @@ fn parse_heads(text: &str) -> Result<[usize; 3], BenchError> {
     numbers.try_into().map_err(|_| BenchError::Heads(text.to_owned()))
 }
 
+/// The plain call of a combination, its cache, and its groups.
+fn call(
+    args: &Args,
+    (prefix, group): (usize, usize),
+) -> Result<(Problem, CacheLayout, Vec<SharedPrefix>), BenchError> {
+    let [q_heads, kv_heads, dim] = parse_heads(&args.heads)?;
+    let batch = group * args.groups;
+    let (q_lens, kv_lens) = (vec![args.rows; batch], vec![prefix + args.suffix; batch]);
+    let mut spec = ProblemSpec::new(DType::BF16, q_heads, kv_heads, dim, &q_lens, &kv_lens);
+    let (order, value) = (PageOrder::Nhd, ValueStorage::Separate(dim));
+    let layout = CacheLayout::contiguous(DType::BF16, order, args.page, kv_heads, dim, value)?;
+    (spec.causal, spec.kv) = (true, KvStorage::Paged(layout.clone()));
+    let shared = |n: usize| SharedPrefix { sequences: n * group..(n + 1) * group, tokens: prefix };
+    Ok((Problem::new(spec)?, layout, (0..args.groups).map(shared).collect()))
+}
+
 /// A batch on the device.
 struct Bench<'g> {
     gpu: &'g Gpu,
@@ -160,31 +176,15 @@ impl<'g> Bench<'g> {
         args: &Args,
         (prefix, group): (usize, usize),
     ) -> Result<Self, BenchError> {
-        let [q_heads, kv_heads, dim] = parse_heads(&args.heads)?;
-        let batch = group * args.groups;
-        let kv_lens = vec![prefix + args.suffix; batch];
-        let mut spec = ProblemSpec::new(
-            DType::BF16,
-            q_heads,
-            kv_heads,
-            dim,
-            &vec![args.rows; batch],
-            &kv_lens,
-        );
-        let value = ValueStorage::Separate(dim);
-        let layout =
-            CacheLayout::contiguous(DType::BF16, PageOrder::Nhd, args.page, kv_heads, dim, value)?;
+        let (problem, layout, prefixes) = call(args, (prefix, group))?;
         let (ids, pages) = shared_table(&layout, prefix, args.suffix, (args.groups, group));
-        (spec.causal, spec.kv) = (true, KvStorage::Paged(layout.clone()));
-        let problem = Problem::new(spec)?;
         let bytes = pages * layout.page_bytes();
         let rotations = ROTATED_BYTES.div_ceil(bytes.max(1)).clamp(1, 128);
-        let prefixes = (0..args.groups)
-            .map(|n| SharedPrefix { sequences: n * group..(n + 1) * group, tokens: prefix })
-            .collect();
-        let elements = pages * rotations * args.page * kv_heads * dim;
+        let row = problem.kv_heads() * problem.head_dim();
+        let elements = pages * rotations * args.page * row;
+        let queries = problem.lengths().total_q() * problem.q_heads() * problem.head_dim();
         Ok(Self {
-            q: normal(gpu, normals, problem.lengths().total_q() * q_heads * dim)?,
+            q: normal(gpu, normals, queries)?,
             k: normal(gpu, normals, elements)?,
             v: normal(gpu, normals, elements)?,
             table: DeviceBuffer::from_host(&gpu.stream, &ids)?,
@@ -448,6 +448,36 @@ mod tests {
         all.sort_unstable();
         all.dedup();
         assert_eq!(all.len(), pages);
+    }
+
+    #[test]
+    fn every_default_combination_is_planned_on_a_hopper() {
+        #[derive(clap::Parser)]
+        struct Line {
+            #[command(flatten)]
+            args: Args,
+        }
+        let args = <Line as clap::Parser>::parse_from(["cascade-bench"]).args;
+        let device = attn_core::CudaCaps {
+            name: "a Hopper".to_owned(),
+            compute: (9, 0),
+            sm_count: 132,
+            smem_per_block: attn_core::Bytes(227 << 10),
+            memory: attn_core::Bytes(141 << 30),
+        };
+        let host = attn_core::HostCaps::default();
+        let caps = attn_core::DeviceCaps { host, cuda: Some(device) };
+        for &prefix in &args.prefix {
+            for &group in &args.group {
+                let (problem, _, prefixes) = call(&args, (prefix, group)).unwrap();
+                let planned =
+                    attn_select::plan_cascade(&problem, &prefixes, &caps, Gpu::catalogue());
+                let (plan, reads) = planned.unwrap().unwrap();
+                assert!(reads.cascade < reads.plain, "{prefix} x {group}");
+                // Of so few rows a prefill kernel leaves most of the device idle.
+                assert!(plan.cascade().prefix().lengths().longest_q() <= 16);
+            }
+        }
     }
 
     #[test]

@@ -139,3 +139,35 @@ fn on_device(
     });
     verdict.map(|verdict| Some(forward_share(&verdict))).map_err(|failure| failure.to_string())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::forward::tests::hopper;
+    use super::*;
+
+    #[test]
+    fn every_way_plans_most_batches_on_a_hopper() {
+        let selection = hopper();
+        let mut specs = BTreeSet::new();
+        let mut planned = [0; Way::ALL.len()];
+        let all = batches(false);
+        for Batch { case, prefixes } in &all {
+            let problem = case.problem().unwrap();
+            for (way, planned) in Way::ALL.iter().zip(&mut planned) {
+                let plan = way.plan(&problem, prefixes, &selection.caps, selection.catalogue);
+                let Some(plan) = plan.unwrap() else { continue };
+                *planned += 1;
+                for plan in [plan.prefix(), plan.suffix()] {
+                    specs.extend(cuda::instances(plan).unwrap());
+                }
+            }
+        }
+        assert!(
+            planned.iter().all(|&planned| planned > all.len() - 3),
+            "{planned:?} of {}",
+            all.len()
+        );
+        // Each takes most of a second of a processor to compile.
+        assert!(specs.len() < 150, "{} instances", specs.len());
+    }
+}
