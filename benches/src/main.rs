@@ -3,6 +3,7 @@
 //! The invariant: this file only dispatches. Exit codes are 0 for work done, 1 for work that failed, and 2
 //! for a command line that makes no sense.
 
+mod cascade_bench;
 mod case;
 mod demo;
 mod device;
@@ -34,6 +35,8 @@ struct Cli {
 enum Verb {
     /// Answer black-box cases: one folder each, one result each.
     Case(case::Args),
+    /// Time cascades over shared prefixes beside plain decode over the same tables, on a device.
+    CascadeBench(cascade_bench::Args),
     /// Generate text with a real language model, every attention call by this workspace.
     Demo(demo::Args),
     /// List, compile, measure, disassemble or bundle the CUDA kernels; needs no GPU.
@@ -56,6 +59,7 @@ fn main() -> ExitCode {
             case::Error::Misuse { .. } => (2, error.into()),
             case::Error::Write { .. } => (1, error.into()),
         }),
+        Verb::CascadeBench(args) => cascade_bench::run(&args).map_err(failed),
         Verb::Demo(args) => demo::run(&args).map_err(failed),
         Verb::Kernels(args) => kernels::run(&args).map_err(failed),
         Verb::Memory(args) => memory::run(&args).map_err(failed),

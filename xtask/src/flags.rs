@@ -36,6 +36,9 @@ pub(crate) enum Verb {
     /// Answer a benchmark's questions beside its other contestants (see `worker --help`).
     #[command(disable_help_flag = true)]
     Worker(Passed),
+    /// Time cascades over shared prefixes beside plain decode, on a device (see `cascade-bench --help`).
+    #[command(disable_help_flag = true)]
+    CascadeBench(Passed),
     /// Run the criterion benches; arguments after the options go to criterion.
     Bench(Bench),
     /// Run what a change must pass: fmt, clippy, nvrtc, tidy, tests, docs. Stops at the first failure.

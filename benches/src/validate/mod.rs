@@ -4,6 +4,7 @@
 //! attn-reference's. A record says what was judged where, by which sources, and how close the worst
 //! output of each family came to its limit.
 
+mod cascade;
 mod corpus;
 mod cuda;
 mod matrix;
@@ -26,8 +27,8 @@ pub(crate) struct Args {
     /// Which engine is judged.
     #[arg(long, value_enum, default_value_t = Backend::Cpu)]
     backend: Backend,
-    /// Only kernels of this family: prefill, decode or backward, or serving; on CUDA prefill, `prefill_sm90a`, decode,
-    /// `decode_sm90a`, naive, merge, append, copy, modes or serving.
+    /// Only kernels of this family: prefill, decode or backward, or serving or cascade; on CUDA prefill, `prefill_sm90a`,
+    /// decode, `decode_sm90a`, naive, merge, append, copy, modes, serving or cascade.
     #[arg(long)]
     family: Option<String>,
     /// Only cases whose name contains this.
@@ -70,7 +71,7 @@ impl Backend {
     const fn families(self) -> &'static [&'static str] {
         match self {
             Self::Reference => &["prefill", "backward"],
-            Self::Cpu => &["prefill", "decode", "backward", "serving"],
+            Self::Cpu => &["prefill", "decode", "backward", "serving", "cascade"],
             Self::Cuda => &[
                 "naive",
                 "prefill",
@@ -82,6 +83,7 @@ impl Backend {
                 "copy",
                 "modes",
                 "serving",
+                "cascade",
             ],
         }
     }
@@ -160,7 +162,10 @@ fn run_on_host(args: &Args) -> Result<(), ValidateError> {
         .filter(|_| args.backend == Backend::Cpu && wanted.is_none_or(|family| family == "serving"))
         .filter(|setting| setting.title().contains(&args.only))
         .collect();
-    if cases.is_empty() && settings.is_empty() {
+    let cascades = args.backend == Backend::Cpu
+        && wanted.is_none_or(|family| family == "cascade")
+        && cascade::batches(false).iter().any(|batch| batch.case.name.contains(&args.only));
+    if cases.is_empty() && settings.is_empty() && !cascades {
         return Err(ValidateError::NoCase(args.only.clone()));
     }
     if args.backend == Backend::Reference {
@@ -176,6 +181,9 @@ fn run_on_host(args: &Args) -> Result<(), ValidateError> {
         for setting in settings {
             let mut pages = serving::HostPages::new(setting, &engine)?;
             serving::judge(setting, &mut pages, &mut tallies, || false);
+        }
+        if cascades {
+            cascade::judge_cpu(&engine, &args.only, &mut tallies);
         }
     }
     let subject = Subject::Host { machine: Machine::detect(&engine), levels };

@@ -13,14 +13,14 @@ use serde::Serialize;
 
 /// Idle seconds and timed milliseconds, as the parent of the workers sets them.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Pace {
+pub(crate) struct Pace {
     rest: Duration,
     target_ms: f64,
 }
 
 impl Pace {
     /// From `PEERS_REST` and `PEERS_TARGET_MS`.
-    pub(super) fn from_env() -> Self {
+    pub(crate) fn from_env() -> Self {
         let number = |name: &str, default: f64| {
             let text = std::env::var(name).ok();
             text.and_then(|text| text.trim().parse().ok()).unwrap_or(default)
@@ -32,14 +32,14 @@ impl Pace {
 
 /// Times of one contestant on one case.
 #[derive(Debug, Clone, Default, Serialize)]
-pub(super) struct Times {
+pub(crate) struct Times {
     /// Median, milliseconds a call.
-    pub(super) ms: f64,
+    pub(crate) ms: f64,
     ms_min: f64,
     p95_ms: f64,
     /// Calls timed.
     n: usize,
-    method: &'static str,
+    pub(crate) method: &'static str,
     /// Host and device together, launched one by one.
     #[serde(skip_serializing_if = "Option::is_none")]
     eager_us: Option<f64>,
@@ -49,8 +49,8 @@ pub(super) struct Times {
 
 /// Times of a call that is all latency, microseconds a call.
 #[derive(Debug, Clone, Serialize)]
-pub(super) struct Latency {
-    pub(super) ms: f64,
+pub(crate) struct Latency {
+    pub(crate) ms: f64,
     eager_us: f64,
     host_us: f64,
     sync_us: f64,
@@ -60,14 +60,14 @@ pub(super) struct Latency {
 }
 
 /// A call, by the number of the buffers that it rotates through.
-pub(super) type Call<'c> = &'c mut dyn FnMut(usize) -> Result<(), Error>;
+pub(crate) type Call<'c> = &'c mut dyn FnMut(usize) -> Result<(), Error>;
 
 /// Times calls on one stream.
 #[derive(Debug)]
-pub(super) struct Clock<'a> {
-    pub(super) engine: &'a CudaEngine,
-    pub(super) stream: &'a Arc<CudaStream>,
-    pub(super) pace: Pace,
+pub(crate) struct Clock<'a> {
+    pub(crate) engine: &'a CudaEngine,
+    pub(crate) stream: &'a Arc<CudaStream>,
+    pub(crate) pace: Pace,
 }
 
 impl Clock<'_> {
@@ -75,7 +75,7 @@ impl Clock<'_> {
     ///
     /// # Errors
     /// A launch, a capture or the device that fails.
-    pub(super) fn bench(
+    pub(crate) fn bench(
         &self,
         call: Call<'_>,
         rotations: usize,
@@ -136,7 +136,7 @@ impl Clock<'_> {
     ///
     /// # Errors
     /// As [`Clock::bench`].
-    pub(super) fn latency(&self, call: Call<'_>) -> Result<Latency, Error> {
+    pub(crate) fn latency(&self, call: Call<'_>) -> Result<Latency, Error> {
         const CALLS: usize = 200;
         for _ in 0..30 {
             call(0)?;
@@ -249,7 +249,7 @@ impl Clock<'_> {
     }
 
     /// Waits until the stream is idle.
-    pub(super) fn wait(&self) -> Result<(), Error> {
+    pub(crate) fn wait(&self) -> Result<(), Error> {
         let event = self.event()?;
         event.record(self.stream)?;
         event.synchronize()

@@ -4,8 +4,8 @@
 //! an answer: times, or an error. A case is timed only after its output agreed with the naive kernel's.
 
 mod check;
-mod clock;
-mod normals;
+pub(crate) mod clock;
+pub(crate) mod normals;
 mod request;
 mod setup;
 mod workload;

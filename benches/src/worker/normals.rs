@@ -18,13 +18,13 @@ const CHUNK: usize = 1 << 16;
 
 /// A block of normal elements, and where the next buffer starts in it.
 #[derive(Debug)]
-pub(super) struct Normals {
+pub(crate) struct Normals {
     block: Vec<bf16>,
     next: usize,
 }
 
 impl Normals {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let mut block = vec![bf16::ZERO; LEN];
         block.par_chunks_mut(CHUNK).enumerate().for_each(|(n, chunk)| {
             let mut random = Random::new(0x5EED ^ ((n as u64) << 32));
@@ -37,7 +37,7 @@ impl Normals {
     ///
     /// The start moves by an odd number, so that equal shapes get different data and no period of the block falls
     /// on a row.
-    pub(super) fn pieces(&mut self, len: usize) -> impl Iterator<Item = &[bf16]> {
+    pub(crate) fn pieces(&mut self, len: usize) -> impl Iterator<Item = &[bf16]> {
         let start = self.next;
         self.next = (self.next + 7_368_787) % LEN;
         let first = len.min(LEN - start);
@@ -51,7 +51,7 @@ impl Normals {
 }
 
 /// A piece rounded to fp8, whose range no standard normal value leaves.
-pub(super) fn in_e4m3(piece: &[bf16]) -> Vec<F8E4M3> {
+pub(crate) fn in_e4m3(piece: &[bf16]) -> Vec<F8E4M3> {
     piece.par_iter().map(|x| F8E4M3::from_f32(x.to_f32())).collect()
 }
 

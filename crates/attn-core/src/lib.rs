@@ -2,6 +2,7 @@
 
 pub mod call;
 pub mod caps;
+pub mod cascade;
 pub mod dtype;
 pub mod error;
 pub mod inputs;
@@ -19,6 +20,7 @@ pub mod view;
 
 pub use crate::call::{CallLayout, KvLayout, Operand, OutputLayout};
 pub use crate::caps::{CudaCaps, DeviceCaps, HostCaps};
+pub use crate::cascade::{Cascade, CascadePlan, PrefixPart, SharedPrefix};
 pub use crate::dtype::{DType, Element, F8E4M3, F8E5M2};
 pub use crate::error::Error;
 pub use crate::inputs::{ForwardResults, Gradients, Inputs, KvView, Outputs};

@@ -19,6 +19,7 @@
 mod append;
 mod call;
 mod capture;
+mod cascade;
 mod cluster;
 pub(crate) mod config;
 mod copy;
@@ -40,6 +41,7 @@ pub use cudarc::driver::{CudaContext, CudaStream};
 
 pub use self::append::{AppendKv, CacheMut, Rotary};
 pub use self::call::{Inputs, KvTensors, Outputs};
+pub use self::cascade::{CascadeTables, CascadeWorkspace};
 pub use self::engine::{CudaEngine, instances};
 pub use self::event::Event;
 pub use self::tensor::{DeviceTensor, DeviceTensorMut, DeviceView, DeviceViewMut};

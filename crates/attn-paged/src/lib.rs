@@ -13,6 +13,7 @@
 //! | `store` | pool, tokens and prefix cache as one |
 //! | `table` | [`SeqId`] and the tables behind it |
 //! | `device_tables` | padded and [compressed](CsrBuffers) tables for kernels |
+//! | `sharing` | which neighbours of a batch [share leading pages](Allocator::shared_prefixes) |
 //! | `swap` | [`SwapOut`], [`SwapIn`]: plans as data |
 //! | `address` | [`AddressMap`]: where a token lies |
 //! | `stats` | [`Stats`]: waste, sharing, hit rate |
@@ -29,6 +30,7 @@ mod page;
 mod pool;
 mod prefix;
 mod shared;
+mod sharing;
 mod stats;
 mod storage;
 mod store;

@@ -4,6 +4,8 @@
 //! is recipes, not files, because a hundred cases of tensors would neither fit a package nor be read by
 //! anyone; a recipe says what is special about a case in the words of the field.
 
+use std::num::NonZero;
+
 use attn_core::{
     Arrangement, BlockSizes, CacheLayout, DType, Error, KvStorage, PageOrder, Problem, ProblemSpec,
     ValueStorage,
@@ -86,9 +88,11 @@ pub struct Pages {
     pub size: usize,
     /// Values are the first elements of each key row.
     pub latent: bool,
-    /// The first pages of every sequence but the first are those of the first sequence, as far as both
-    /// fill them: their keys and values are then the first sequence's.
+    /// The first pages of every sequence but the first are those of the first sequence (of its `sharers`), as far as
+    /// both fill them: their keys and values are then the first sequence's.
     pub shared: usize,
+    /// So many neighbours share their first pages among themselves alone, where not the whole batch does.
+    pub sharers: Option<NonZero<usize>>,
 }
 
 /// How the data of a case is made.
@@ -341,7 +345,7 @@ impl Case {
     /// Keys and values in pages.
     #[must_use]
     pub fn paged(mut self, order: PageOrder, size: usize) -> Self {
-        self.recipe.pages = Some(Pages { order, size, latent: false, shared: 0 });
+        self.recipe.pages = Some(Pages { order, size, latent: false, shared: 0, sharers: None });
         self
     }
 
@@ -356,6 +360,14 @@ impl Case {
     #[must_use]
     pub fn shared_pages(mut self, shared: usize) -> Self {
         self.recipe.pages = self.recipe.pages.map(|pages| Pages { shared, ..pages });
+        self
+    }
+
+    /// So many neighbours share their first pages, and no others.
+    #[must_use]
+    pub fn sharers(mut self, sharers: usize) -> Self {
+        let sharers = NonZero::new(sharers);
+        self.recipe.pages = self.recipe.pages.map(|pages| Pages { sharers, ..pages });
         self
     }
 

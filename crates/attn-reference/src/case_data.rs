@@ -83,7 +83,7 @@ impl CaseData {
         };
         let (table, (k, v)) = match problem.kv() {
             KvStorage::Paged(layout) => {
-                let shared = recipe.pages.map_or(0, |pages| pages.shared);
+                let shared = recipe.pages.map_or((0, None), |pages| (pages.shared, pages.sharers));
                 let table = Table::new(&problem, layout, shared, &mut random(3));
                 let caches = maker.caches(layout, &table)?;
                 (Some(table), caches)

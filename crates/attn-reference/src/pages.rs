@@ -4,6 +4,8 @@
 //! among them, rows hold -1 and then an id out of range past what the length needs, and what no table
 //! names is NaN.
 
+use std::num::NonZero;
+
 use attn_core::{CacheLayout, Error, LayoutId, Problem, View};
 
 use crate::random::Random;
@@ -16,8 +18,8 @@ pub(crate) struct Table {
     width: usize,
     /// Pages of the cache.
     pub(crate) pages: usize,
-    /// Leading blocks of each sequence that are the first sequence's.
-    shared: Vec<usize>,
+    /// Leading blocks of each sequence that are another's, and whose they are.
+    shared: Vec<(usize, usize)>,
     pub(crate) stamp: LayoutId,
 }
 
@@ -25,25 +27,34 @@ impl Table {
     pub(crate) fn new(
         problem: &Problem,
         layout: &CacheLayout,
-        shared: usize,
+        (shared, sharers): (usize, Option<NonZero<usize>>),
         random: &mut Random,
     ) -> Self {
         let l = problem.lengths();
         let batch = l.batch();
         let full = |sequence: usize| l.kv(sequence) / layout.page_size();
-        let shared: Vec<usize> =
-            (0..batch).map(|s| if s == 0 { 0 } else { shared.min(full(0)).min(full(s)) }).collect();
+        let shared: Vec<(usize, usize)> = (0..batch)
+            .map(|s| {
+                let owner = sharers.map_or(0, |sharers| s / sharers * sharers.get());
+                (if s == owner { 0 } else { shared.min(full(owner)).min(full(s)) }, owner)
+            })
+            .collect();
         let needed: Vec<usize> = (0..batch).map(|s| layout.pages_for(l.kv(s))).collect();
-        let fresh: usize = needed.iter().zip(&shared).map(|(needed, shared)| needed - shared).sum();
+        let fresh: usize =
+            needed.iter().zip(&shared).map(|(needed, (shared, _))| needed - shared).sum();
         let pages = fresh + 3;
         let mut free: Vec<i32> = (0..pages).filter_map(|id| i32::try_from(id).ok()).collect();
         random.shuffle(&mut free);
         let width = needed.iter().copied().max().unwrap_or(0) + 2;
         let mut ids = vec![-1; batch * width];
         for sequence in 0..batch {
+            let (shared, owner) = shared[sequence];
             for block in 0..needed[sequence] {
-                ids[sequence * width + block] =
-                    if block < shared[sequence] { ids[block] } else { free.pop().unwrap_or(-1) };
+                ids[sequence * width + block] = if block < shared {
+                    ids[owner * width + block]
+                } else {
+                    free.pop().unwrap_or(-1)
+                };
             }
             ids[(sequence + 1) * width - 1] = i32::MAX;
         }
@@ -61,6 +72,7 @@ impl Table {
 
     /// The sequence whose values a block holds.
     pub(crate) fn owner(&self, sequence: usize, block: usize) -> usize {
-        if block < self.shared[sequence] { 0 } else { sequence }
+        let (shared, owner) = self.shared[sequence];
+        if block < shared { owner } else { sequence }
     }
 }

@@ -5,6 +5,7 @@
 //! it. What the time did not allow is in the record as unfinished.
 
 mod cache;
+mod cascade;
 mod forward;
 mod long;
 mod merge;
@@ -112,13 +113,14 @@ impl Judge<'_> {
 /// A group of checks that are no cases of the matrix.
 type Special = fn(&mut Judge<'_>, &mut Tallies);
 
-const SPECIALS: [(&str, Special); 6] = [
+const SPECIALS: [(&str, Special); 7] = [
     ("long", long::judge),
     ("merge", merge::judge),
     ("append", cache::judge_append),
     ("copy", cache::judge_copy),
     ("modes", modes::judge),
     ("serving", serve),
+    ("cascade", cascade::judge),
 ];
 
 /// Serving steps over pages on the device.

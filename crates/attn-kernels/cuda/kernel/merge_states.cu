@@ -15,6 +15,7 @@
 #include "base/dtype.cuh"
 #include "base/params.cuh"
 #include "ptx/convert.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "tile/piece.cuh"
 
 namespace attn {
@@ -82,6 +83,9 @@ __device__ void merge(const MergeStatesParams& p, i64 unit) {
 
 extern "C" __global__ void __launch_bounds__(merge_states::THREADS)
     attn_merge_states(const __grid_constant__ MergeStatesParams p) {
+  // The states may be those of the launch before this one.
+  ptx::griddepcontrol_wait<__CUDA_ARCH__>();
+  ptx::griddepcontrol_launch_dependents<__CUDA_ARCH__>();
   constexpr int WARPS = merge_states::THREADS / WARP;
   const i64 units = p.rows * p.heads;
   const i64 first = static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / WARP;

@@ -4,6 +4,7 @@
 //! the tile sizes, never by the sequence lengths. Unsafe code lives in `simd` alone.
 
 mod backward;
+mod cascade;
 pub(crate) mod cost;
 mod decode;
 mod engine;
@@ -15,6 +16,7 @@ mod simd;
 mod workers;
 mod workspace;
 
+pub use cascade::{CascadeTables, CascadeWorkspace};
 pub use engine::CpuEngine;
 pub use simd::Level;
 pub use workspace::Workspace;

@@ -285,7 +285,7 @@ impl CudaEngine {
     }
 
     /// Whether device and driver let launches overlap, in captured graphs too.
-    fn overlaps(&self) -> Result<bool, Error> {
+    pub(crate) fn overlaps(&self) -> Result<bool, Error> {
         let is_new = self.caps.cuda.as_ref().is_some_and(|device| device.compute >= (9, 0));
         Ok(is_new && launch::driver_version()? >= (12, 3))
     }

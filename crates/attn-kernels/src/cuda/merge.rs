@@ -19,6 +19,8 @@ use crate::launch::Launch;
 impl CudaEngine {
     /// Joins two attention states over disjoint key sets, in stream order: `(0, -inf)` is neutral.
     ///
+    /// On Hopper and later it is launched as [`CudaEngine::forward`] is: it may begin while the launch before it ends.
+    ///
     /// Source: the merge of [`attn_core::OnlineSoftmax`], on finished states.
     /// Shapes: outputs `[rows, heads, value_dim]`, LSEs `[rows, heads]`.
     ///
@@ -61,7 +63,9 @@ impl CudaEngine {
             dim,
         };
         Captures::shared().hold([&function].into_iter(), [].into_iter(), memory());
-        Launch::new(&function, blocks, config::HELPER_THREADS).run(stream, &params, &[])
+        let overlaps = self.overlaps()?;
+        let launch = Launch::new(&function, blocks, config::HELPER_THREADS);
+        Launch { overlaps, ..launch }.run(stream, &params, &[])
     }
 }
 

@@ -123,6 +123,11 @@ impl<'a> DeviceTensorMut<'a> {
     pub(crate) const fn tensor(&self) -> &DeviceTensor<'a> {
         &self.tensor
     }
+
+    /// The same tensor, for a launch that is part of another call on it.
+    pub(crate) fn reborrow(&mut self) -> DeviceTensorMut<'_> {
+        DeviceTensorMut { tensor: self.tensor.clone(), exclusive: PhantomData }
+    }
 }
 
 /// A device tensor of one element type: masks (u8), tables and positions (i32), slots (i64), biases, slopes,
@@ -229,6 +234,11 @@ impl<'a, T: Pod> DeviceViewMut<'a, T> {
 
     pub(crate) const fn view(&self) -> &DeviceView<'a, T> {
         &self.view
+    }
+
+    /// The same tensor, for a launch that is part of another call on it.
+    pub(crate) fn reborrow(&mut self) -> DeviceViewMut<'_, T> {
+        DeviceViewMut { view: self.view.clone(), exclusive: PhantomData }
     }
 }
 

@@ -7,6 +7,7 @@
 #![cfg(feature = "cuda")]
 
 mod capture;
+mod cascade;
 mod errors;
 mod forward;
 mod memory;
