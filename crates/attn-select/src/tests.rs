@@ -55,6 +55,7 @@ const fn kernel(name: &'static str, engine: Engine, family: Family) -> KernelDes
         },
         most_units: None,
         features,
+        requires: Features::NONE,
         min_compute: None,
         max_compute: None,
         tiles: |_| &[],
