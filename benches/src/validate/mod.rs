@@ -27,7 +27,7 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Backend::Cpu)]
     backend: Backend,
     /// Only kernels of this family: prefill, decode or backward, or serving; on CUDA prefill, `prefill_sm90a`, decode,
-    /// `decode_sm90a`, naive, merge, append, copy, modes or serving.
+    /// `decode_sm90a`, `latent_sm90a`, naive, merge, append, copy, modes or serving.
     #[arg(long)]
     family: Option<String>,
     /// Only cases whose name contains this.
@@ -77,6 +77,7 @@ impl Backend {
                 "prefill_sm90a",
                 "decode",
                 "decode_sm90a",
+                "latent_sm90a",
                 "merge",
                 "append",
                 "copy",

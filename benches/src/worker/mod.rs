@@ -5,6 +5,7 @@
 
 mod check;
 mod clock;
+pub(crate) mod latent;
 mod normals;
 mod request;
 mod setup;
