@@ -33,12 +33,13 @@ static_assert(PASS_ROWS == 8);
 struct Pages {
   i32 page[PASSES];
 
-  // `key`: of the thread's first row, `end`: of the unit's keys.
-  __device__ void read(const ForwardParams& p, const LatentRows& rows, i32 key, i32 end) {
-    if (key >= end) return;
+  // `first`: key of the tile, of which the thread's first row is `top`; `end`: of the unit's keys.
+  __device__ void read(const ForwardParams& p, const LatentRows& rows, i32 first, i32 top,
+                       i32 end) {
+    if (first >= end) return;
 #pragma unroll
     for (i32 pass = 0; pass < PASSES; ++pass) {
-      page[pass] = rows.page_of(p, min_of(key + pass * PASS_ROWS, end - 1));
+      page[pass] = rows.page_of(p, min_of(first + top + pass * PASS_ROWS, end - 1));
     }
   }
 };
@@ -53,16 +54,16 @@ __device__ inline void produce(const ForwardParams& p, const Unit& unit, const L
   const i32 tiles = tiles_of(unit);
   const i32 end = unit.keys.hi;
   i32 count = thread / STAGE_THREADS;
-  i32 key = unit.keys.lo + count * config::BLOCK_N + top;
+  i32 first = unit.keys.lo + count * config::BLOCK_N;
   // The row's index modulo 8 is `top` in every pass.
   const u32 to = block.tile(count) + u32(top) * tile::PANEL_ROW_BYTES + (u32(lane ^ top) << 4);
   Pages pages;
-  pages.read(p, rows, key, end);
+  pages.read(p, rows, first, top, end);
   for (; count < tiles; count += config::STAGES) {
     block.wait_empty(count);
 #pragma unroll
     for (i32 pass = 0; pass < PASSES; ++pass) {
-      const i32 at = key + pass * PASS_ROWS;
+      const i32 at = first + top + pass * PASS_ROWS;
       const bool is_there = at < end;
       // The last key stands in for those past the end: its address is formed and not read.
       const LatentRows::Row row = rows.row(p, min_of(at, end - 1), pages.page[pass]);
@@ -76,8 +77,8 @@ __device__ inline void produce(const ForwardParams& p, const Unit& unit, const L
       }
     }
     ptx::cp_async_commit_group();
-    key += config::STAGES * config::BLOCK_N;
-    pages.read(p, rows, key, end);
+    first += config::STAGES * config::BLOCK_N;
+    pages.read(p, rows, first, top, end);
     ptx::cp_async_wait_group<0>();
     ptx::fence_proxy_async_shared();
     __syncwarp();
