@@ -34,6 +34,10 @@ constexpr int PANELS = config::HEAD_DIM / PANEL_COLUMNS;
 // Keys that one product sums over.
 constexpr int PRODUCT_KEYS = 16;
 constexpr int PRODUCTS = config::BLOCK_N / PRODUCT_KEYS;
+// A tile's weights are made, handed over and met in so many pieces, so that the exponentials of the
+// next one run beside the products of this one.
+constexpr int PIECES = 2;
+constexpr int PIECE_PRODUCTS = PRODUCTS / PIECES;
 
 constexpr u32 PANEL_BYTES = config::BLOCK_N * tile::PANEL_ROW_BYTES;
 constexpr u32 QUERY_BYTES = config::BLOCK_M * config::HEAD_DIM * 2;
@@ -54,10 +58,10 @@ static_assert(config::HEAD_DIM % PANEL_COLUMNS == 0 && OWN_COLUMNS == 256);
 
 // Barriers of part of a block (ptx/barrier.cuh).
 enum Meeting : u32 {
-  WEIGHTS_WRITTEN = 1,  // by the first consumer, for the second
-  WEIGHTS_READ = 2,     // and back
-  CONSUMERS_MEET = 3,
-  OWN = 4,  // and the next: of one consumer alone
+  WEIGHTS_WRITTEN = 1,  // and the next, of each piece: by the first consumer, for the second
+  WEIGHTS_READ = WEIGHTS_WRITTEN + PIECES,  // and back
+  CONSUMERS_MEET,
+  OWN,  // and the next: of one consumer alone
 };
 
 // Waits for the phase of a barrier.

@@ -5,8 +5,9 @@
 // warpgroup's registers hold.
 // The first consumer multiplies queries and keys, makes weights of the scores and hands them on as
 // they lie in its registers: the same thread of the second one takes them up, for both hold the same
-// rows. Then both multiply them with their columns of the rows that the scores came from. The scores
-// of the next tile are asked for behind the products of this one.
+// rows. Then both multiply them with their columns of the rows that the scores came from: the first
+// half of a tile's keys while the exponentials of the second half are on their way. The scores of the
+// next tile are asked for behind the products of this one.
 // Registers: output [OWN_COLUMNS / 2] in f32, of the first consumer also scores [BLOCK_N / 2]; lane
 // l of warp w has rows 16 w + l / 4 and 8 more, and of every eight columns 2 (l % 4) and the next.
 // Who executes: all warps of both consumers, converged.
@@ -25,8 +26,8 @@
 namespace attn::latent {
 
 using Output = float[OWN_COLUMNS / 2];
-// Of two rows and 64 keys, two to a word.
-using Weights = u32[PRODUCTS * 4];
+// Of two rows and a piece of a tile's keys, two to a word.
+using Weights = u32[PIECE_PRODUCTS * 4];
 
 // Starts S = Q K^T on a tile.
 __device__ inline void multiply_keys(const Block& block, i32 count, warp::Scores& s) {
@@ -42,18 +43,18 @@ __device__ inline void multiply_keys(const Block& block, i32 count, warp::Scores
   ptx::wgmma_commit_group();
 }
 
-// Starts O += P V on a consumer's columns of a tile.
-__device__ inline void multiply_values(const Block& block, i32 count, u32 consumer,
+// Starts O += P V on a consumer's columns of a piece of a tile.
+__device__ inline void multiply_values(const Block& block, i32 count, int piece, u32 consumer,
                                        const Weights& weights, Output& output) {
   using Product = ptx::Wgmma<OWN_COLUMNS, config::Q_DTYPE>;
   const u32 own = consumer * (OWN_COLUMNS / PANEL_COLUMNS) * PANEL_BYTES;
   const tile::Operand b = tile::rows_operand<config::BLOCK_N>(block.tile(count) + own);
   ptx::wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < PRODUCTS; ++step) {
+  for (int step = 0; step < PIECE_PRODUCTS; ++step) {
     const u32 a[4] = {weights[step * 4], weights[step * 4 + 1], weights[step * 4 + 2],
                       weights[step * 4 + 3]};
-    Product::rs(output, a, b.rows(step), 1);
+    Product::rs(output, a, b.rows(piece * PIECE_PRODUCTS + step), 1);
   }
   ptx::wgmma_commit_group();
 }
@@ -81,28 +82,37 @@ struct Handover {
     factor = factors + thread / WARP * 16 + thread % WARP / 4;
   }
 
-  __device__ void write(const Weights& own, const float (&own_factor)[2]) const {
+  // Of the words of a product a thread has 16 bytes.
+  __device__ u32 at(int piece, int step) const {
+    return weights + u32(piece * PIECE_PRODUCTS + step) * (WARPGROUP * 16);
+  }
+
+  __device__ void write(int piece, const Weights& own) const {
 #pragma unroll
-    for (int step = 0; step < PRODUCTS; ++step) {
+    for (int step = 0; step < PIECE_PRODUCTS; ++step) {
       ptx::st_shared_v4_b32(
-          weights + step * WARPGROUP * 16,
-          {own[step * 4], own[step * 4 + 1], own[step * 4 + 2], own[step * 4 + 3]});
-    }
-    if (threadIdx.x % 4 == 0) {
-      factor[0] = own_factor[0];
-      factor[8] = own_factor[1];
+          at(piece, step), {own[step * 4], own[step * 4 + 1], own[step * 4 + 2], own[step * 4 + 3]});
     }
   }
 
-  __device__ void read(Weights& own, float (&own_factor)[2]) const {
+  __device__ void read(int piece, Weights& own) const {
 #pragma unroll
-    for (int step = 0; step < PRODUCTS; ++step) {
-      const Vec16 four = ptx::ld_shared_v4_b32(weights + step * WARPGROUP * 16);
+    for (int step = 0; step < PIECE_PRODUCTS; ++step) {
+      const Vec16 four = ptx::ld_shared_v4_b32(at(piece, step));
 #pragma unroll
       for (int i = 0; i < 4; ++i) own[step * 4 + i] = four.word[i];
     }
-    own_factor[0] = factor[0];
-    own_factor[1] = factor[8];
+  }
+
+  __device__ void write_factor(const float (&own)[2]) const {
+    if (threadIdx.x % 4 != 0) return;
+    factor[0] = own[0];
+    factor[8] = own[1];
+  }
+
+  __device__ void read_factor(float (&own)[2]) const {
+    own[0] = factor[0];
+    own[1] = factor[8];
   }
 };
 
@@ -124,12 +134,29 @@ __device__ inline void settle(const ForwardParams& p, const Unit& unit, i32 firs
   if (is_edge) warp::hide_outside(s, p, unit, warp, first);
 }
 
+// Rounds a piece of a tile's weights, hands it to the second consumer, and starts the first one's
+// products.
+template <int PIECE>
+__device__ void hand_over(const Block& block, i32 count, const Handover& handover,
+                          const warp::Scores& s, Output& output) {
+  constexpr int FIRST = PIECE * warp::KEY_TILES / PIECES;
+  Weights weights;
+#pragma unroll
+  for (int j = 0; j < PIECE_PRODUCTS * 4; ++j) {
+    const float* pair = s[0][FIRST + j / 2] + j % 2 * 2;
+    weights[j] = warp::round_pair(pair[0], pair[1]);
+  }
+  handover.write(PIECE, weights);
+  ptx::bar_arrive(WEIGHTS_WRITTEN + PIECE, config::THREADS);
+  multiply_values(block, count, PIECE, 0, weights, output);
+}
+
 // The first consumer: scores, weights, and its columns of the output.
 __device__ inline void weigh(const ForwardParams& p, const Unit& unit, const Block& block,
                              const Handover& handover, Softmax& softmax, Output& output) {
+  constexpr int TILES = warp::KEY_TILES / PIECES;
   const i32 tiles = tiles_of(unit);
   warp::Scores s;
-  Weights weights;
 #pragma unroll 1
   for (i32 count = 0; count < tiles; ++count) {
     block.wait_full(count);
@@ -141,17 +168,14 @@ __device__ inline void weigh(const ForwardParams& p, const Unit& unit, const Blo
     ptx::wgmma_wait_group<0>();
     settle(p, unit, unit.keys.lo + count * config::BLOCK_N, s);
     float factor[2];
-    softmax.push(s, factor);
-#pragma unroll
-    for (int j = 0; j < PRODUCTS * 4; ++j) {
-      const float* pair = s[0][j / 2] + j % 2 * 2;
-      weights[j] = warp::round_pair(pair[0], pair[1]);
-    }
-    if (count > 0) ptx::bar_sync(WEIGHTS_READ, config::THREADS);
-    handover.write(weights, factor);
-    ptx::bar_arrive(WEIGHTS_WRITTEN, config::THREADS);
+    softmax.raise(s, factor);
     rescale(factor, output);
-    multiply_values(block, count, 0, weights, output);
+    if (count > 0) ptx::bar_sync(WEIGHTS_READ, config::THREADS);
+    handover.write_factor(factor);
+    softmax.weigh<0, TILES>(s);
+    hand_over<0>(block, count, handover, s, output);
+    softmax.weigh<TILES, TILES>(s);
+    hand_over<1>(block, count, handover, s, output);
   }
   ptx::wgmma_wait_group<0>();
 }
@@ -160,17 +184,22 @@ __device__ inline void weigh(const ForwardParams& p, const Unit& unit, const Blo
 __device__ inline void follow(const Unit& unit, const Block& block, const Handover& handover,
                               Output& output) {
   const i32 tiles = tiles_of(unit);
-  Weights weights;
 #pragma unroll 1
   for (i32 count = 0; count < tiles; ++count) {
     block.wait_full(count);
-    ptx::bar_sync(WEIGHTS_WRITTEN, config::THREADS);
+    Weights first;
+    Weights second;
     float factor[2];
-    handover.read(weights, factor);
+    ptx::bar_sync(WEIGHTS_WRITTEN, config::THREADS);
+    handover.read_factor(factor);
+    handover.read(0, first);
+    rescale(factor, output);
+    multiply_values(block, count, 0, 1, first, output);
+    ptx::bar_sync(WEIGHTS_WRITTEN + 1, config::THREADS);
+    handover.read(1, second);
     // After the last tile nobody waits for it.
     if (count + 1 < tiles) ptx::bar_arrive(WEIGHTS_READ, config::THREADS);
-    rescale(factor, output);
-    multiply_values(block, count, 1, weights, output);
+    multiply_values(block, count, 1, 1, second, output);
     ptx::wgmma_wait_group<0>();
     release(block, count);
   }

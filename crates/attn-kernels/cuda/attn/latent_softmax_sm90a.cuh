@@ -23,14 +23,15 @@ struct Softmax {
   const Exponent exponent;
   const float slack;  // LATE_EXPONENT, in units of the scores
   float max[2] = {NEG_INF, NEG_INF};
+  float shift[2];               // of the exponents, by the maximum
   float sum[2] = {0.0f, 0.0f};  // of the lane's own columns
 
   __device__ explicit Softmax(const Exponent& of)
       : exponent(of), slack(LATE_EXPONENT / of.units.base2) {}
 
-  // Turns a tile's scores into weights. The answers are the factors of what was summed before, 1
-  // where it stays as it is.
-  __device__ void push(warp::Scores& s, float (&factor)[2]) {
+  // Takes over a tile's maxima. The answers are the factors of what was summed before, 1 where it
+  // stays as it is.
+  __device__ void raise(const warp::Scores& s, float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // Two at a time: one after the other would wait for each.
@@ -43,19 +44,24 @@ struct Softmax {
       const float top = warp::quad_max(fmaxf(tops[0], tops[1]));
       const float before = max[half];
       max[half] = top > before + slack ? top : before;
-      const float shift = exponent.shift(max[half]);
+      shift[half] = exponent.shift(max[half]);
       factor[half] = max[half] == before
                          ? 1.0f
-                         : ptx::ex2_approx_ftz_f32(exponent.of_max(before, shift));
+                         : ptx::ex2_approx_ftz_f32(exponent.of_max(before, shift[half]));
       sum[half] *= factor[half];
+    }
+  }
+
+  // Turns the scores of TILES tiles of eight keys, from the one at FIRST on, into weights.
+  template <int FIRST, int TILES>
+  __device__ void weigh(warp::Scores& s) {
 #pragma unroll
-      for (int j = 0; j < warp::KEY_TILES; ++j) {
+    for (int j = FIRST; j < FIRST + TILES; ++j) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& score = s[0][j][half * 2 + e];
-          score = ptx::ex2_approx_ftz_f32(exponent.of(score, shift));
-          sum[half] += score;
-        }
+      for (int e = 0; e < 4; ++e) {
+        float& score = s[0][j][e];
+        score = ptx::ex2_approx_ftz_f32(exponent.of(score, shift[e / 2]));
+        sum[e / 2] += score;
       }
     }
   }
