@@ -1,14 +1,14 @@
 // The shared memory of a block over a latent cache, and the barriers between its warpgroups.
 //
-// Source: DeepSeek-AI, "DeepSeek-V2", arXiv:2405.04434, section 2.1.2, in its absorbed form: a cached
-// row is a key of HEAD_DIM elements whose first VALUE_DIM are the value, so that a tile of rows is
-// copied once and read by both products.
+// Source: DeepSeek-AI, "DeepSeek-V2", arXiv:2405.04434, section 2.1.2, in its absorbed form: a
+// cached row is a key of HEAD_DIM elements whose first VALUE_DIM are the value, so that a tile of
+// rows is copied once and read by both products.
 // Shared memory, from a multiple of 1024: queries [BLOCK_M, HEAD_DIM]; STAGES tiles of latent rows
 // [BLOCK_N, HEAD_DIM], all in panels (tile/descriptor.cuh); weights, 16 bytes of each thread of a
 // warpgroup for each PRODUCT_KEYS keys. Static: a full and an empty barrier for each stage. The
 // output's rows pass through the place of the queries.
-// Who executes: threads 0 .. THREADS are the consumers, two warpgroups with the same 64 rows and one
-// half of the value's columns each, of which the first also has the scores; behind them one
+// Who executes: threads 0 .. THREADS are the consumers, two warpgroups with the same 64 rows and
+// one half of the value's columns each, of which the first also has the scores; behind them one
 // warpgroup of producers.
 // The invariant: a stage is full when every warp that copies it says so, and empty when every warp
 // of both consumers does.

@@ -4,10 +4,10 @@
 // Source: J. Shah et al., "FlashAttention-3", arXiv:2407.08608, section 3, for a value that no one
 // warpgroup's registers hold.
 // The first consumer multiplies queries and keys, makes weights of the scores and hands them on as
-// they lie in its registers: the same thread of the second one takes them up, for both hold the same
-// rows. Then both multiply them with their columns of the rows that the scores came from: the first
-// half of a tile's keys while the exponentials of the second half are on their way. The scores of the
-// next tile are asked for behind the products of this one.
+// they lie in its registers: the same thread of the second one takes them up, for both hold the
+// same rows. Then both multiply them with their columns of the rows that the scores came from: the
+// first half of a tile's keys while the exponentials of the second half are on their way. The
+// scores of the next tile are asked for behind the products of this one.
 // Registers: output [OWN_COLUMNS / 2] in f32, of the first consumer also scores [BLOCK_N / 2]; lane
 // l of warp w has rows 16 w + l / 4 and 8 more, and of every eight columns 2 (l % 4) and the next.
 // Who executes: all warps of both consumers, converged.
@@ -90,8 +90,8 @@ struct Handover {
   __device__ void write(int piece, const Weights& own) const {
 #pragma unroll
     for (int step = 0; step < PIECE_PRODUCTS; ++step) {
-      ptx::st_shared_v4_b32(
-          at(piece, step), {own[step * 4], own[step * 4 + 1], own[step * 4 + 2], own[step * 4 + 3]});
+      ptx::st_shared_v4_b32(at(piece, step), {own[step * 4], own[step * 4 + 1], own[step * 4 + 2],
+                                              own[step * 4 + 3]});
     }
   }
 
@@ -116,8 +116,8 @@ struct Handover {
   }
 };
 
-// Does to the scores of the tile of keys that starts at `first` what options, masks, band and length
-// want.
+// Does to the scores of the tile of keys that starts at `first` what options, masks, band and
+// length want.
 __device__ inline void settle(const ForwardParams& p, const Unit& unit, i32 first,
                               warp::Scores& s) {
   using namespace config;

@@ -1,14 +1,14 @@
 // The producers of a block over a latent cache: two warps a stage, which copy every second tile row
 // by row through the block table.
 //
-// Each row is looked up for itself, so that a page may have any size and begin anywhere on 16 bytes;
-// the tensor memory accelerator would take pages of whole eights of rows alone. Eight lanes have a
-// row; entries of the block table are read a tile ahead. A stage's warps wait for their copies while
-// those of the other stage ask for the next tile.
+// Each row is looked up for itself, so that a page may have any size and begin anywhere on 16
+// bytes; the tensor memory accelerator would take pages of whole eights of rows alone. Eight lanes
+// have a row; entries of the block table are read a tile ahead. A stage's warps wait for their
+// copies while those of the other stage ask for the next tile.
 // Who executes: the warps behind the consumers, converged.
 // The invariant: the block table is read below the end of the unit's keys alone; rows past it are
-// zero, for a value that no row may see must not meet even a weight of zero. Of an entry outside the
-// cache rows are NaN (attn/key_rows.cuh).
+// zero, for a value that no row may see must not meet even a weight of zero. Of an entry outside
+// the cache rows are NaN (attn/key_rows.cuh).
 // What it does not do: fp8 caches.
 
 #pragma once

@@ -1,8 +1,8 @@
 // The end of a unit over a latent cache: rows divided by their denominators, and written.
 //
 // As attn/output.cuh for one team, with the columns of a row in two warpgroups.
-// Tensors: o, lse and the partial results of ForwardParams. Who executes: all warps of both
-// consumers, behind their last product.
+// Tensors: o, lse and the partial results of ForwardParams.
+// Who executes: all warps of both consumers, behind their last product.
 // Shared memory: a 16-bit tile [BLOCK_M, VALUE_DIM] in place of the queries; a factor for each row.
 // What it does not do: join parts (attn/merge.cuh).
 

@@ -1,6 +1,6 @@
-// Forward attention over a latent cache on Hopper, divided by keys: a cached row of HEAD_DIM elements
-// is the key of all query heads, and its first VALUE_DIM elements are the value. Rows are read from
-// memory once for both.
+// Forward attention over a latent cache on Hopper, divided by keys: a cached row of HEAD_DIM
+// elements is the key of all query heads, and its first VALUE_DIM elements are the value. Rows are
+// read from memory once for both.
 //
 // Source: DeepSeek-AI, "DeepSeek-V2", arXiv:2405.04434, section 2.1.2 (the absorbed form); parts of
 // the keys as in T. Dao et al., "Flash-Decoding for long-context inference", 2023.
