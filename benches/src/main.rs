@@ -41,6 +41,8 @@ enum Verb {
     Demo(demo::Args),
     /// List, compile, measure, disassemble or bundle the CUDA kernels; needs no GPU.
     Kernels(kernels::Args),
+    /// Time a decode step over a latent cache on the first CUDA device.
+    LatentBench(worker::latent::Args),
     /// Measure the peak memory of one long prefill.
     Memory(memory::Args),
     /// Time the CPU engine beside PyTorch, candle-nn, a matrix product and a memory read.
@@ -62,6 +64,7 @@ fn main() -> ExitCode {
         Verb::CascadeBench(args) => cascade_bench::run(&args).map_err(failed),
         Verb::Demo(args) => demo::run(&args).map_err(failed),
         Verb::Kernels(args) => kernels::run(&args).map_err(failed),
+        Verb::LatentBench(args) => worker::latent::run(&args).map_err(failed),
         Verb::Memory(args) => memory::run(&args).map_err(failed),
         Verb::Peers(args) => peers::run(&args).map_err(failed),
         Verb::Validate(args) => validate::run(&args).map_err(failed),

@@ -31,6 +31,10 @@ pub(crate) fn table(catalog: &[KernelDesc]) -> String {
     line("query rows a sequence", &|k| {
         k.max_query_rows.map_or_else(|| "any".to_owned(), |most| format!("at most {most}"))
     });
+    line("made for", &|k| {
+        let names: Vec<_> = k.requires.iter().map(Feature::name).collect();
+        if names.is_empty() { "any".to_owned() } else { names.join(", ") }
+    });
     for feature in Feature::ALL {
         line(feature.name(), &|k| {
             (if k.features.contains(feature) { "yes" } else { "-" }).to_owned()

@@ -5,6 +5,7 @@
 
 mod check;
 pub(crate) mod clock;
+pub(crate) mod latent;
 pub(crate) mod normals;
 mod request;
 mod setup;

@@ -393,7 +393,7 @@ fn at(field: &'static str, shape: &[usize], start: usize) -> Result<Strided, att
 
 /// Sets of buffers that together outlast the device's cache.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped")]
-fn rotations(bytes: f64) -> usize {
+pub(super) fn rotations(bytes: f64) -> usize {
     (ROTATED_BYTES / bytes.max(1.0)).ceil().clamp(1.0, MAX_ROTATIONS as f64) as usize
 }
 

@@ -101,11 +101,13 @@ pub enum Feature {
     OddPages,
     /// Queries in fp8 with a head or value dimension that is no multiple of 16: rows of no whole 16 bytes.
     OddFp8Rows,
+    /// Values that are the first elements of each key row.
+    LatentCache,
 }
 
 impl Feature {
     /// Every feature.
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 23] = [
         Self::Causal,
         Self::Window,
         Self::BooleanMask,
@@ -128,6 +130,7 @@ impl Feature {
         Self::UnalignedPages,
         Self::OddPages,
         Self::OddFp8Rows,
+        Self::LatentCache,
     ];
 
     /// The words used in plans and in the support table.
@@ -156,6 +159,7 @@ impl Feature {
             Self::UnalignedPages => "pages off 16 bytes",
             Self::OddPages => "pages of no multiple of 8 tokens",
             Self::OddFp8Rows => "fp8 queries of dims of no multiple of 16",
+            Self::LatentCache => "latent cache",
         }
     }
 }
@@ -243,6 +247,12 @@ impl Features {
                 Feature::OddPages,
             ),
             (spec.q_dtype.is_fp8() && has_odd_rows, Feature::OddFp8Rows),
+            (
+                problem.cache_layout().is_some_and(|layout| {
+                    matches!(layout.value(), crate::layout::ValueStorage::PrefixOfKey(_))
+                }),
+                Feature::LatentCache,
+            ),
         ] {
             if needed {
                 set = set.with(feature);
@@ -273,6 +283,12 @@ impl DimRule {
     /// Any dimension.
     pub const ANY: Self = Self { min: 1, max: usize::MAX, multiple_of: 1 };
 
+    /// One dimension.
+    #[must_use]
+    pub const fn only(dim: usize) -> Self {
+        Self { min: dim, max: dim, multiple_of: 1 }
+    }
+
     /// Whether `dim` is taken.
     #[must_use]
     pub const fn accepts(self, dim: usize) -> bool {
@@ -283,6 +299,7 @@ impl DimRule {
 impl fmt::Display for DimRule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self.max, self.multiple_of) {
+            (max, _) if max == self.min => write!(f, "{max}"),
             (usize::MAX, 1) => write!(f, "{} or more", self.min),
             (usize::MAX, m) => write!(f, "multiples of {m} from {}", self.min),
             (max, m) => write!(f, "multiples of {m} from {} to {max}", self.min),
@@ -323,6 +340,8 @@ pub struct KernelDesc {
     pub most_units: Option<usize>,
     /// What it can be asked for.
     pub features: Features,
+    /// What it must be asked for: a kernel of such calls alone.
+    pub requires: Features,
     /// Lowest CUDA compute capability; `None` off CUDA.
     pub min_compute: Option<(u32, u32)>,
     /// Highest CUDA compute capability, for code that a newer device does not run; `None` is any.
@@ -395,5 +414,7 @@ mod tests {
         let rule = DimRule { min: 8, max: 256, multiple_of: 8 };
         assert!(rule.accepts(72) && !rule.accepts(0) && !rule.accepts(129) && !rule.accepts(264));
         assert!(DimRule::ANY.accepts(1));
+        let one = DimRule::only(576);
+        assert!(one.accepts(576) && !one.accepts(575) && one.to_string() == "576");
     }
 }

@@ -111,6 +111,8 @@ pub enum Refusal {
     },
     /// Something it cannot be asked for.
     Feature(Feature),
+    /// Something it has to be asked for.
+    Requires(Feature),
     /// It would work, but another is expected to be faster: the measured or modelled reason.
     Slower(&'static str),
     /// It would work; a more special kernel was taken first.
@@ -154,6 +156,7 @@ impl fmt::Display for Refusal {
                 write!(f, "takes at most {most} query rows a sequence, got {got}")
             }
             Self::Feature(feature) => write!(f, "cannot do: {feature}"),
+            Self::Requires(feature) => write!(f, "made for calls with: {feature}"),
             Self::Slower(why) => f.write_str(why),
             Self::Outranked { by } => write!(f, "{by} is more special and took it"),
             Self::NotInEveryBatch => f.write_str(

@@ -6,6 +6,7 @@
 //!
 //! | kernel | engine | family | q | k, v | head and value dims | rows a sequence | not |
 //! |---|---|---|---|---|---|---|---|
+//! | `cuda_latent_sm90a` | cuda | decode | f16 bf16 | as q, latent rows | 576 and 512 | any | dense keys, an fp8 cache |
 //! | `cuda_decode_sm90a` | cuda | decode | f16 bf16 | as q, or fp8 | multiples of 8 to 128 | at most 16 | batch invariance |
 //! | `cuda_decode` | cuda | decode | f16 bf16 | as q, or fp8 | multiples of 8 to 256 | at most 16 | |
 //! | `cuda_prefill_sm90a` | cuda | prefill | f16 bf16 e4m3 | as q | multiples of 8 to 256, e4m3 of 16 | any | an fp8 cache of wider queries, pages of no multiple of 8 rows |
@@ -32,8 +33,8 @@ use attn_core::{Engine, KernelDesc};
 /// assert_eq!(
 ///     names,
 ///     [
-///         "cuda_decode_sm90a", "cuda_decode", "cuda_prefill_sm90a", "cuda_prefill", "cuda_naive", "cpu_decode",
-///         "cpu_prefill", "cpu_backward",
+///         "cuda_latent_sm90a", "cuda_decode_sm90a", "cuda_decode", "cuda_prefill_sm90a", "cuda_prefill", "cuda_naive",
+///         "cpu_decode", "cpu_prefill", "cpu_backward",
 ///     ]
 /// );
 /// ```
@@ -70,6 +71,28 @@ const FORWARD: Features =
 const TILED: Features = FORWARD.without(Feature::Fp8Queries).without(Feature::OddFp8Rows);
 
 const CATALOG: &[KernelDesc] = &[
+    #[cfg(feature = "cuda")]
+    KernelDesc {
+        name: "cuda_latent_sm90a",
+        family: Family::Decode,
+        kv_dtypes: &[DType::F16, DType::BF16],
+        head_dims: DimRule::only(crate::cuda::config::latent::HEAD_DIM),
+        value_dims: DimRule::only(crate::cuda::config::latent::VALUE_DIM),
+        // No kernel of prompts has such rows.
+        max_query_rows: None,
+        features: TILED
+            .without(Feature::UnalignedPages)
+            .without(Feature::Fp8Cache)
+            .without(Feature::PaddedKeys),
+        // A row of the cache is read once, as key and as value.
+        requires: Features::NONE.with(Feature::LatentCache),
+        min_compute: Some((9, 0)),
+        max_compute: Some((9, 0)),
+        tiles: crate::cuda::config::latent::tiles,
+        shared_memory: crate::cuda::config::latent::smem,
+        workspace: crate::cuda::cost::tiles,
+        ..CUDA_PREFILL
+    },
     #[cfg(feature = "cuda")]
     KernelDesc {
         name: "cuda_decode_sm90a",
@@ -155,6 +178,7 @@ const CATALOG: &[KernelDesc] = &[
         // Gradients of a cache are not defined: several sequences may share a page.
         features: Features::ALL
             .without(Feature::Paged)
+            .without(Feature::LatentCache)
             .without(Feature::Fp8Cache)
             .without(Feature::Fp8Queries)
             .without(Feature::OddFp8Rows),
@@ -176,6 +200,7 @@ const CUDA_PREFILL: KernelDesc = KernelDesc {
     most_units: None,
     // Rows are copied in pieces of 16 bytes.
     features: TILED.without(Feature::UnalignedPages),
+    requires: Features::NONE,
     min_compute: Some((8, 0)),
     max_compute: None,
     tiles: crate::cuda::config::prefill_tiles,
@@ -199,6 +224,7 @@ const CPU_PREFILL: KernelDesc = KernelDesc {
     max_query_rows: None,
     most_units: None,
     features: FORWARD,
+    requires: Features::NONE,
     min_compute: None,
     max_compute: None,
     tiles: |_| &[],
@@ -228,8 +254,11 @@ mod tests {
     #[test]
     fn catalogue_runs_from_special_to_general() {
         for engine in [Engine::Cuda, Engine::Cpu] {
-            let rows = catalog_of(engine).iter().map(|kernel| kernel.max_query_rows);
-            let rows: Vec<_> = rows.collect();
+            // Those of one kind of storage come first.
+            let general =
+                catalog_of(engine).iter().skip_while(|kernel| kernel.requires != Features::NONE);
+            assert!(general.clone().all(|kernel| kernel.requires == Features::NONE));
+            let rows: Vec<_> = general.map(|kernel| kernel.max_query_rows).collect();
             let is_sorted = rows.is_sorted_by_key(|most| most.is_none());
             assert!(rows.is_empty() || rows[0] == Some(16) && is_sorted, "{engine}");
         }

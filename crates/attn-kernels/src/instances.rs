@@ -8,7 +8,7 @@ use attn_core::{
     CacheLayout, DType, KvStorage, PageOrder, Problem, ProblemSpec, Tile, ValueStorage,
 };
 
-use crate::cuda::config;
+use crate::cuda::config::{self, latent};
 use crate::spec::{Arch, Entry, KernelSpec};
 
 /// An instance and what a launch of it asks of a multiprocessor.
@@ -49,6 +49,7 @@ struct Kind {
     is_general: bool,
     is_capped: bool,
     is_packed: bool,
+    is_latent: bool,
     tile: Tile,
 }
 
@@ -81,6 +82,7 @@ impl Kind {
             is_general: false,
             is_capped: false,
             is_packed: false,
+            is_latent: false,
             tile: ROWS_128,
         }
     }
@@ -91,6 +93,15 @@ impl Kind {
 
     const fn decode(dtype: DType, dim: usize, tile: Tile) -> Self {
         Self { entry: Entry::Decode, tile, is_paged: true, ..Self::prefill(dtype, dim) }
+    }
+
+    const fn latent(dtype: DType) -> Self {
+        Self {
+            entry: Entry::LatentSm90a,
+            dims: (latent::HEAD_DIM, latent::VALUE_DIM),
+            is_latent: true,
+            ..Self::decode(dtype, latent::HEAD_DIM, ROWS_64)
+        }
     }
 
     /// The instance, through a problem that asks for it.
@@ -104,7 +115,11 @@ impl Kind {
         spec.alibi = self.is_general;
         spec.softcap = self.is_capped.then_some(1.0);
         if self.is_paged {
-            let value = ValueStorage::Separate(value_dim);
+            let value = if self.is_latent {
+                ValueStorage::PrefixOfKey(value_dim)
+            } else {
+                ValueStorage::Separate(value_dim)
+            };
             let order = PageOrder::Nhd;
             let layout = CacheLayout::contiguous(self.kv_dtype, order, 16, 1, dim, value);
             spec.kv = KvStorage::Paged(layout.ok()?);
@@ -148,6 +163,7 @@ fn forward_kinds() -> Vec<Kind> {
         }
         kinds.push(Kind { is_general: true, ..Kind::decode(dtype, 128, ROWS_16) });
         kinds.push(Kind { is_paged: false, ..Kind::decode(dtype, 128, ROWS_16) });
+        kinds.push(Kind::latent(dtype));
     }
     // Models for Hopper come in bf16.
     for (dims, tile) in
@@ -204,6 +220,7 @@ pub fn representatives() -> Vec<Instance> {
         Kind::hopper(E4M3, (128, 128), ROWS_192_FP8),
         Kind { kv_dtype: E4M3, ..Kind::decode(BF16, 128, ROWS_16) },
         Kind { entry: Entry::DecodeSm90a, ..Kind::decode(BF16, 128, ROWS_16_HOPPER) },
+        Kind::latent(BF16),
     ];
     let mut all: Vec<_> = kinds.into_iter().filter_map(Kind::instance).collect();
     let mut seen = Vec::new();
@@ -223,7 +240,7 @@ mod tests {
     #[test]
     fn shipped_instances_are_few_and_distinct() {
         let all = shipped();
-        assert!((50..=85).contains(&all.len()), "{}", all.len());
+        assert!((50..=90).contains(&all.len()), "{}", all.len());
         for (n, instance) in all.iter().enumerate() {
             assert!(all[n + 1..].iter().all(|other| other.spec != instance.spec));
         }

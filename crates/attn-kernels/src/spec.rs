@@ -24,6 +24,8 @@ pub enum Entry {
     Decode,
     /// The same with clusters, which Hopper has.
     DecodeSm90a,
+    /// Few query rows over a cache of latent rows, each of them key and value, on Hopper.
+    LatentSm90a,
     /// Merges pairs of output and log-sum-exp.
     MergeStates,
     /// Scatters new keys and values into pages.
@@ -34,12 +36,13 @@ pub enum Entry {
 
 impl Entry {
     /// Every entry.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Naive,
         Self::Prefill,
         Self::PrefillSm90a,
         Self::Decode,
         Self::DecodeSm90a,
+        Self::LatentSm90a,
         Self::MergeStates,
         Self::AppendKv,
         Self::CopyBlocks,
@@ -54,6 +57,7 @@ impl Entry {
             Self::PrefillSm90a => "prefill_sm90a",
             Self::Decode => "decode",
             Self::DecodeSm90a => "decode_sm90a",
+            Self::LatentSm90a => "latent_sm90a",
             Self::MergeStates => "merge_states",
             Self::AppendKv => "append_kv",
             Self::CopyBlocks => "copy_blocks",
@@ -69,6 +73,7 @@ impl Entry {
             Self::PrefillSm90a => "attn_prefill_sm90a",
             Self::Decode => "attn_decode",
             Self::DecodeSm90a => "attn_decode_sm90a",
+            Self::LatentSm90a => "attn_latent_sm90a",
             Self::MergeStates => "attn_merge_states",
             Self::AppendKv => "attn_append_kv",
             Self::CopyBlocks => "attn_copy_blocks",
@@ -78,7 +83,8 @@ impl Entry {
     /// Whether code of this arch can hold the kernel.
     #[must_use]
     pub fn compiles_for(self, arch: &Arch) -> bool {
-        !matches!(self, Self::PrefillSm90a | Self::DecodeSm90a) || arch.name() == "sm_90a"
+        !matches!(self, Self::PrefillSm90a | Self::DecodeSm90a | Self::LatentSm90a)
+            || arch.name() == "sm_90a"
     }
 
     /// Its file in the source tree: `kernel/merge_states.cu`.
@@ -90,6 +96,7 @@ impl Entry {
             Self::PrefillSm90a => "kernel/prefill_sm90a.cu",
             Self::Decode => "kernel/decode.cu",
             Self::DecodeSm90a => "kernel/decode_sm90a.cu",
+            Self::LatentSm90a => "kernel/latent_sm90a.cu",
             Self::MergeStates => "kernel/merge_states.cu",
             Self::AppendKv => "kernel/append_kv.cu",
             Self::CopyBlocks => "kernel/copy_blocks.cu",

@@ -136,6 +136,10 @@ impl<'a> Call<'a> {
     }
 
     fn check_features(&self, kernel: &KernelDesc) -> Result<(), Refusal> {
+        // Code for one kind of storage would read another kind as if it were its own.
+        if let Some(absent) = kernel.requires.minus(self.required).iter().next() {
+            return Err(Refusal::Requires(absent));
+        }
         // Dropping an option would give a wrong result without a word.
         match self.required.minus(kernel.features).iter().next() {
             Some(missing) => Err(Refusal::Feature(missing)),

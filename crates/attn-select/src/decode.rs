@@ -3,7 +3,7 @@
 //! The invariant: this family is taken where rows are few and keys many, where the caller asks for
 //! it, or where nothing else is left; the plan says which of the three it was.
 
-use attn_core::{Bytes, Engine, KernelDesc, Phase, Refusal};
+use attn_core::{Bytes, Engine, Features, KernelDesc, Phase, Refusal};
 
 use crate::candidate::{Call, Fit, Standard};
 use crate::heuristics;
@@ -24,13 +24,18 @@ pub(crate) fn fit(
         (Engine::Cuda, Some(device)) => heuristics::is_device_decode_shaped(problem, device),
         _ => heuristics::is_decode_shaped(problem, host),
     };
+    // A kernel of one kind of storage has no rival that divides rows.
+    let is_special = kernel.requires != Features::NONE;
     // Many rows share their keys better in a tile of query rows; few keys leave nothing to divide.
-    if standard == Standard::Fastest && !is_forced && !is_natural {
+    if standard == Standard::Fastest && !is_forced && !is_natural && !is_special {
         let why = "a tile of query rows reads these keys once for all rows; dividing the keys gains nothing";
         return Err(Refusal::Slower(why));
     }
     let reason = match (is_forced, is_natural) {
         (true, _) => "the caller asked for a decode kernel",
+        (false, _) if is_special => {
+            "made for this cache, of whose rows each is read once, as key and as value"
+        }
         (false, true) => {
             "few query rows meet many keys, which are divided among threads or blocks and merged"
         }

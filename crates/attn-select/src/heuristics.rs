@@ -419,6 +419,7 @@ mod tests {
             max_query_rows: Some(16),
             most_units,
             features: Features::ALL,
+            requires: Features::NONE,
             min_compute: None,
             max_compute: None,
             tiles: |_| &[],

@@ -55,6 +55,7 @@ const fn kernel(name: &'static str, engine: Engine, family: Family) -> KernelDes
         },
         most_units: None,
         features,
+        requires: Features::NONE,
         min_compute: None,
         max_compute: None,
         tiles: |_| &[],
@@ -380,9 +381,48 @@ fn asking_for(feature: Feature) -> Option<ProblemSpec> {
             );
             s.kv = KvStorage::Paged(layout.expect("valid"));
         }
+        Feature::LatentCache => {
+            s.value_dim = 48;
+            let value = ValueStorage::PrefixOfKey(48);
+            let layout = CacheLayout::contiguous(DType::F16, PageOrder::Nhd, 16, 2, 64, value);
+            s.kv = KvStorage::Paged(layout.expect("valid"));
+        }
         Feature::SinksGradient | Feature::BiasGradient => return None,
     }
     Some(s)
+}
+
+#[test]
+fn latent_kernel_takes_its_caches_alone_and_any_number_of_rows() {
+    let mut latent = device_kernel("device_latent", Family::Decode, (9, 0));
+    latent.requires = Features::NONE.with(Feature::LatentCache);
+    latent.max_query_rows = None;
+    let (mut general, h) =
+        (kernel("general", Engine::Cuda, Family::General), machine((9, 0), 227 << 10));
+    general.q_dtypes = HALVES;
+    general.tiles = |_| TILES;
+    let choose_of = |spec: ProblemSpec| {
+        let problem = Problem::new(spec).expect("valid");
+        choose(&problem, &h, &[latent.clone(), general.clone()]).expect("some kernel takes it")
+    };
+    let mut spec = asking_for(Feature::LatentCache).expect("a field asks for it");
+    for (q_heads, rows, batch) in [(2, 1, 1), (128, 1, 3), (128, 4, 200), (16, 300, 1)] {
+        (spec.q_heads, spec.q_lens, spec.kv_lens) = (q_heads, vec![rows; batch], vec![900; batch]);
+        let plan = choose_of(spec.clone());
+        assert_eq!(plan.kernel, "device_latent", "{}", explain(&plan));
+        assert!(plan.reason.contains("read once"), "{}", plan.reason);
+    }
+    spec.options.batch_invariant = true;
+    assert_eq!(choose_of(spec.clone()).split, Split::Chunks(512));
+    let plan = choose_of(asking_for(Feature::Paged).expect("a field asks for it"));
+    assert_eq!(plan.kernel, "general");
+    let why = Refusal::Requires(Feature::LatentCache);
+    assert_eq!(why.to_string(), "made for calls with: latent cache");
+    assert_eq!(plan.rejects[0].why, why);
+    spec.softcap = Some(5.0);
+    latent.features = latent.features.without(Feature::Softcap);
+    let plan = choose(&Problem::new(spec).expect("valid"), &h, &[latent, general]).expect("taken");
+    assert_eq!(plan.rejects[0].why, Refusal::Feature(Feature::Softcap));
 }
 
 #[test]

@@ -4,7 +4,8 @@
 //! 16 bytes; whether they do is looked up here, so that an engine which refuses a call it should take fails.
 
 use attn_core::{
-    DeviceCaps, Family, Inputs, KernelDesc, KvView, Outputs, Phase, Plan, Problem, Strided,
+    DeviceCaps, Family, Features, Inputs, KernelDesc, KvView, Outputs, Phase, Plan, Problem,
+    Strided,
 };
 use attn_kernels::Error;
 use attn_reference::{CaseData, Failure, judge_forward};
@@ -33,6 +34,7 @@ pub(super) fn family_of(kernel: &str) -> &'static str {
         NAIVE => "naive",
         "cuda_decode" => "decode",
         "cuda_decode_sm90a" => "decode_sm90a",
+        "cuda_latent_sm90a" => "latent_sm90a",
         "cuda_prefill_sm90a" => "prefill_sm90a",
         _ => "prefill",
     }
@@ -64,7 +66,12 @@ impl Selection {
                 attempts.push(Attempt { family, label: family.to_owned(), plan });
             }
         }
+        let required = Features::required_by(problem);
         for kernel in self.decodes() {
+            // A kernel of one kind of storage is no way to run another.
+            if kernel.requires.minus(required) != Features::NONE {
+                continue;
+            }
             let family = family_of(kernel.name);
             for &splits in self.splits(problem, kernel, runs.splits) {
                 let plan = self.only(problem, kernel, splits);

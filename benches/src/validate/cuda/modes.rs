@@ -9,8 +9,8 @@ use std::sync::Arc;
 use attn_core::DType::{BF16, F8E4M3, F16};
 use attn_core::PageOrder::{Hnd, Nhd};
 use attn_core::{
-    ErrorRule, Family, Feature, Inputs, KernelDesc, KvView, Outputs, Plan, Problem, Strided,
-    TensorView, View,
+    ErrorRule, Family, Feature, Features, Inputs, KernelDesc, KvView, Outputs, Plan, Problem,
+    Strided, TensorView, View,
 };
 use attn_kernels::cuda::{CudaStream, Workspace};
 use attn_reference::case::{Hiding, Scales};
@@ -55,9 +55,29 @@ struct Way {
 }
 
 impl Way {
-    /// By each kernel of a family that the device has.
+    /// By each kernel of a family that the device has, for any storage.
     fn all(selection: &Selection, family: Family, splits: Option<usize>) -> Vec<Self> {
-        selection.kernels(family).map(|kernel| Self { kernel, splits }).collect()
+        let kernels = selection.kernels(family).filter(|kernel| kernel.requires == Features::NONE);
+        kernels.map(|kernel| Self { kernel, splits }).collect()
+    }
+
+    /// By each kernel of latent caches that the device has.
+    fn latent(selection: &Selection, splits: Option<usize>) -> Vec<Self> {
+        let kernels = selection.kernels(Family::Decode);
+        let own = kernels.filter(|kernel| kernel.requires.contains(Feature::LatentCache));
+        own.map(|kernel| Self { kernel, splits }).collect()
+    }
+
+    /// By each kernel of the case's storage.
+    fn of(selection: &Selection, case: &Case, family: Family, splits: Option<usize>) -> Vec<Self> {
+        match case.recipe.pages {
+            Some(pages) if pages.latent => Self::latent(selection, splits),
+            _ => Self::all(selection, family, splits),
+        }
+    }
+
+    fn is_latent(self) -> bool {
+        self.kernel.requires.contains(Feature::LatentCache)
     }
 
     fn plan(self, selection: &Selection, problem: &Problem) -> Result<Plan, String> {
@@ -78,7 +98,7 @@ impl fmt::Display for Way {
 }
 
 /// Calls whose bits are compared: some of each family, split ones among them.
-fn calls() -> [(Case, Family, Option<usize>); 6] {
+fn calls() -> [(Case, Family, Option<usize>); 8] {
     let prompt =
         || Case::new("modes/prompt", BF16, (4, 2), 128, &[130, 40], &[300, 40]).causal().sinks();
     let step = || {
@@ -87,6 +107,10 @@ fn calls() -> [(Case, Family, Option<usize>); 6] {
     };
     let masked = Case::new("modes/masked", BF16, (4, 2), 64, &[70], &[200]);
     let cached = Case::new("modes/cached", BF16, (4, 1), 128, &[2, 1], &[513, 129]);
+    let latent = || {
+        let case = Case::new("modes/latent", BF16, (71, 1), 576, &[2, 1, 1], &[700, 65, 1000]);
+        case.value_dim(512).causal().paged(Nhd, 16).latent()
+    };
     [
         (prompt(), Family::Prefill, None),
         (masked.mask("hqk", Hiding::Some).softcap(10.0).alibi(), Family::Prefill, None),
@@ -94,6 +118,8 @@ fn calls() -> [(Case, Family, Option<usize>); 6] {
         (step(), Family::Decode, Some(7)),
         (cached.fp8(F8E4M3, Scales::PerHead).paged(Hnd, 16), Family::Decode, Some(4)),
         (prompt(), Family::General, None),
+        (latent(), Family::Decode, Some(1)),
+        (latent(), Family::Decode, Some(5)),
     ]
 }
 
@@ -103,7 +129,7 @@ pub(super) fn judge(judge: &mut Judge<'_>, tallies: &mut Tallies) {
     let (calls, modes) =
         if judge.is_small { (&calls[2..4], &modes[3..]) } else { (&calls[..], modes) };
     for (case, family, splits) in calls {
-        for way in Way::all(&judge.selection, *family, *splits) {
+        for way in Way::of(&judge.selection, case, *family, *splits) {
             let mut prepared = None;
             for (mode, check) in modes {
                 let name = format!("{}: {mode} by {way}", case.name);
@@ -116,16 +142,19 @@ pub(super) fn judge(judge: &mut Judge<'_>, tallies: &mut Tallies) {
             }
         }
     }
-    for (family, splits) in [
+    let paged = [
         (Family::Prefill, None),
         (Family::Decode, Some(1)),
         (Family::Decode, Some(5)),
         (Family::General, None),
-    ] {
-        for way in Way::all(&judge.selection, family, splits) {
-            let name = format!("modes/wrong_pages: by {way}");
-            judge.check(tallies, "modes", &name, |judge| wrong_pages(judge, way));
-        }
+    ];
+    let paged = paged
+        .into_iter()
+        .flat_map(|(family, splits)| Way::all(&judge.selection, family, splits))
+        .chain([Some(1), Some(5)].into_iter().flat_map(|n| Way::latent(&judge.selection, n)));
+    for way in paged.collect::<Vec<_>>() {
+        let name = format!("modes/wrong_pages: by {way}");
+        judge.check(tallies, "modes", &name, |judge| wrong_pages(judge, way));
     }
     if judge.is_small {
         return;
@@ -139,6 +168,12 @@ pub(super) fn judge(judge: &mut Judge<'_>, tallies: &mut Tallies) {
             }
             let name = format!("modes/broadcast_batch: by {way}");
             judge.check(tallies, "modes", &name, |judge| broadcast_batch(judge, way));
+        }
+    }
+    for way in Way::latent(&judge.selection, None) {
+        for mates in Mates::ALL.into_iter().filter(|mates| mates.is_paged) {
+            let name = format!("modes/batch_invariance: {mates} by {way}");
+            judge.check(tallies, "modes", &name, |judge| batch_invariance(judge, way, mates));
         }
     }
 }
@@ -268,6 +303,13 @@ impl Mates {
         let case = if self.is_capped { case.softcap(10.0) } else { case };
         if self.is_paged { case.paged(Nhd, 16) } else { case }
     }
+
+    /// The same over a latent cache.
+    fn latent(self, q_lens: &[usize], kv_lens: &[usize]) -> Case {
+        let mut case = self.case(q_lens, kv_lens).value_dim(512);
+        (case.spec.kv_heads, case.spec.head_dim) = (1, 576);
+        case.latent()
+    }
 }
 
 impl fmt::Display for Mates {
@@ -281,7 +323,7 @@ impl fmt::Display for Mates {
 fn batch_invariance(judge: &mut Judge<'_>, way: Way, mates: Mates) -> Result<f64, String> {
     let (rows, beside) = if way.is_decode() { (3, [1, 16]) } else { (70, [9, 200]) };
     let run = |judge: &mut Judge<'_>, q: [usize; 3], k: [usize; 3]| -> Result<Vec<f64>, String> {
-        let case = mates.case(&q, &k);
+        let case = if way.is_latent() { mates.latent(&q, &k) } else { mates.case(&q, &k) };
         let data = case.build().map_err(text)?;
         let plan = way.plan(&judge.selection, data.problem())?;
         let inputs = data.inputs().map_err(text)?;
@@ -291,7 +333,7 @@ fn batch_invariance(judge: &mut Judge<'_>, way: Way, mates: Mates) -> Result<f64
         judge.forward(&plan, &inputs, &mut outputs).map_err(text)?;
         let values = buffers.values();
         let (start, end) = (q[0], q[0] + q[1]);
-        let (o, lse) = (8 * 64, 8);
+        let (o, lse) = (8 * data.problem().value_dim(), 8);
         let mut own = values.o[start * o..end * o].to_vec();
         own.extend_from_slice(&values.lse[start * lse..end * lse]);
         Ok(own)
@@ -308,7 +350,12 @@ fn batch_invariance(judge: &mut Judge<'_>, way: Way, mates: Mates) -> Result<f64
 /// A page id outside the cache: NaN for its sequence, the others as they were, and no fault.
 fn wrong_pages(judge: &mut Judge<'_>, way: Way) -> Result<f64, String> {
     let case = Case::new("modes/wrong_pages", BF16, (4, 2), 64, &[2, 3, 1], &[90, 200, 33]);
-    let data = case.paged(Nhd, 16).build().map_err(text)?;
+    let mut case = case.paged(Nhd, 16);
+    if way.is_latent() {
+        (case.spec.kv_heads, case.spec.head_dim, case.spec.value_dim) = (1, 576, 512);
+        case = case.latent();
+    }
+    let data = case.build().map_err(text)?;
     let plan = way.plan(&judge.selection, data.problem())?;
     let good = data.inputs().map_err(text)?;
     let KvView::Paged { block_table, k_cache, .. } = &good.kv else {
@@ -332,7 +379,7 @@ fn wrong_pages(judge: &mut Judge<'_>, way: Way) -> Result<f64, String> {
             *block_table = View::contiguous("block_table", &ids, &[3, width]).map_err(text)?;
         }
         let got = run(&inputs)?;
-        let row = 4 * 64;
+        let row = 4 * data.problem().value_dim();
         for (at, (got, want)) in got.iter().zip(&want).enumerate() {
             let is_its = (2..5).contains(&(at / row));
             let fits = if is_its { got.is_nan() } else { got == want };
@@ -407,8 +454,10 @@ mod tests {
             let prompts = mates.into_iter().map(|case| (case, Family::Prefill, None));
             for (case, family, splits) in calls().into_iter().chain(prompts) {
                 let problem = case.problem().unwrap();
-                let ways = Way::all(selection, family, splits);
-                assert!(!ways.is_empty());
+                let ways = Way::of(selection, &case, family, splits);
+                // Latent caches have a kernel of their own on a Hopper alone.
+                let is_latent = case.recipe.pages.is_some_and(|pages| pages.latent);
+                assert!(!ways.is_empty() || is_latent && prefills.len() == 1);
                 for way in ways {
                     let plan = way.plan(selection, &problem).unwrap();
                     assert_eq!(plan.kernel, way.kernel.name, "{}", case.name);

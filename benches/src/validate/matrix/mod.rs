@@ -7,6 +7,7 @@
 
 mod clusters;
 mod fp8;
+mod latent;
 mod small;
 
 use attn_core::DType::{BF16, F8E4M3, F8E5M2, F16};
@@ -98,6 +99,7 @@ pub(super) fn full() -> Vec<Group> {
         group("tiles", Runs::TILES, tiles()),
         group("fp8", Runs::FP8, fp8::fp8()),
         group("clusters", clusters::RUNS, clusters::clusters()),
+        group("latent", latent::RUNS, latent::latent()),
     ]
 }
 

@@ -5,7 +5,7 @@
 
 use super::{
     BF16, CACHES, Case, F8E4M3, F16, Group, Hnd, KINDS, Nhd, Placement, Runs, Scales, TYPES,
-    clusters, named, rotate,
+    clusters, latent, named, rotate,
 };
 
 /// The groups of the reduced matrix.
@@ -15,6 +15,7 @@ pub(in crate::validate) fn small() -> Vec<Group> {
         group("small_prefill", Runs { prefill: true, ..Runs::NONE }, prefill()),
         group("small_decode", Runs { splits: &[Some(3)], ..Runs::NONE }, decode()),
         group("small_clusters", clusters::RUNS, clusters::few()),
+        group("small_latent", Runs { splits: &[None, Some(2)], ..Runs::NONE }, latent::few()),
         group("small_naive", Runs { naive: true, ..Runs::NONE }, naive()),
     ]
 }

@@ -13,9 +13,10 @@
 
 namespace attn {
 
-// A row of NaN in every stored type, of the largest dimension: what a key of an invalid page reads.
+// A row of NaN in every stored type, of the largest dimension, 576 elements of 16 bits: what a key of
+// an invalid page reads.
 struct NanRow {
-  u32 words[128];
+  u32 words[288];
 
   __device__ constexpr NanRow() : words{} {
     for (u32& word : words) word = ~0u;

@@ -11,6 +11,7 @@ use crate::instances::Instance;
 use crate::spec::{Entry, KernelSpec};
 
 pub(crate) mod hopper;
+pub(crate) mod latent;
 
 /// The instance that runs a plan, and what the launch must know of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -337,6 +338,9 @@ pub(crate) fn forward(plan: &Plan) -> Result<Config, Error> {
         "cuda_decode_sm90a" if decode_sm90a_tiles(problem).contains(&plan.tile) => {
             Ok(tiled(Entry::DecodeSm90a, problem, plan.tile, problem.group().max(1)))
         }
+        "cuda_latent_sm90a" if latent::tiles(problem).contains(&plan.tile) => {
+            Ok(latent::config(problem, plan.tile))
+        }
         kernel => Err(Error::Plan {
             expected: "a forward kernel of the CUDA engine with one of its tiles and splits",
             got: format!("{kernel} with tile {}x{}, {}", plan.tile.q, plan.tile.kv, plan.split),
@@ -379,6 +383,7 @@ pub(crate) fn copy_blocks_spec() -> KernelSpec {
 pub(crate) fn instance(entry: Entry, problem: &Problem, tile: Tile) -> Instance {
     let config = match entry {
         Entry::PrefillSm90a => hopper::config(problem, tile),
+        Entry::LatentSm90a => latent::config(problem, tile),
         _ => tiled(entry, problem, tile, 1),
     };
     let Config { spec, threads, dynamic_smem, .. } = config;

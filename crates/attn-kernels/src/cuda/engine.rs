@@ -472,6 +472,7 @@ fn takes(kernel: &KernelDesc, problem: &Problem) -> bool {
         && kernel.value_dims.accepts(problem.value_dim())
         && kernel.max_query_rows.is_none_or(|most| problem.lengths().longest_q() <= most)
         && Features::required_by(problem).minus(kernel.features) == Features::NONE
+        && kernel.requires.minus(Features::required_by(problem)) == Features::NONE
 }
 
 fn attribute(context: &CudaContext, attribute: Attribute) -> Result<u32, Error> {

@@ -106,6 +106,21 @@ fn decode_matches_the_reference_under_every_split() {
     }
 }
 
+#[test]
+fn latent_rows_match_the_reference_under_every_split() {
+    let Some(engine) = engine("latent_rows_match_the_reference_under_every_split") else {
+        return;
+    };
+    if !is_hopper(&engine) {
+        let name = "latent_rows_match_the_reference_under_every_split";
+        let _ = writeln!(std::io::stderr(), "{name}: skipped: the device is no Hopper");
+        return;
+    }
+    for split in [Split::Whole, Split::Chunks(5), Split::Parts(2), Split::Parts(16)] {
+        assert!(judge(&engine, "cuda_latent_sm90a", split) > 0);
+    }
+}
+
 /// Row 0 meets one score with every key, row 1 a score that rises from tile to tile: whatever the tiles of row 1 do to
 /// the accumulators that both share, row 0 is `ln(keys)` above its score.
 #[test]

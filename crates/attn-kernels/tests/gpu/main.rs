@@ -82,6 +82,7 @@ fn catalogue_has_the_family_of_each_tested_kernel() {
         ("cuda_prefill_sm90a", Family::Prefill),
         ("cuda_decode", Family::Decode),
         ("cuda_decode_sm90a", Family::Decode),
+        ("cuda_latent_sm90a", Family::Decode),
     ] {
         assert!(catalog().iter().any(|desc| desc.name == name && desc.family == family), "{name}");
     }

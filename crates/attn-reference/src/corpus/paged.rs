@@ -64,6 +64,11 @@ pub(super) fn cases() -> Vec<Case> {
             .causal()
             .paged(Nhd, 64)
             .latent(),
+        Case::new("latent_576", BF16, (16, 1), 576, &[1, 3], &[70, 33])
+            .value_dim(512)
+            .causal()
+            .paged(Nhd, 16)
+            .latent(),
         Case::new("everything", F32, (4, 2), 32, &[9, 1], &[40, 66])
             .causal()
             .softcap(5.0)
