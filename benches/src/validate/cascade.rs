@@ -202,7 +202,9 @@ pub(super) fn batches(is_small: bool) -> Vec<Batch> {
     let mut batches = Vec::new();
     for dtype in [DType::BF16, DType::F16] {
         for (q, kv) in [(8, 2), (16, 1)] {
-            for size in [1, 16, 64] {
+            // The other type differs in how it is rounded, not in where its pages are.
+            let sizes = if dtype == DType::BF16 { &[1, 16, 64][..] } else { &[16] };
+            for &size in sizes {
                 let order = if q == 8 { PageOrder::Nhd } else { PageOrder::Hnd };
                 for shape in Shape::all(size) {
                     let title = format!("{dtype}_{q}.{kv}.128_{order}{size}");

@@ -28,6 +28,14 @@ pub enum Split {
     Chunks(usize),
     /// In at most this many nearly equal parts, whatever the length; 0 counts as 1.
     Parts(usize),
+    /// In nearly equal parts, at most so many, of so many keys at least: what a sequence of any length can be cut into by its
+    /// own length alone. 0 of either counts as 1.
+    Between {
+        /// Most parts.
+        parts: usize,
+        /// Fewest keys of a part; a shorter sequence is one.
+        keys: usize,
+    },
 }
 
 impl Split {
@@ -38,6 +46,10 @@ impl Split {
             Self::Whole => kv_len,
             Self::Chunks(keys) => keys,
             Self::Parts(parts) => kv_len.div_ceil(if parts == 0 { 1 } else { parts }),
+            Self::Between { parts, keys } => {
+                let even = kv_len.div_ceil(if parts == 0 { 1 } else { parts });
+                if even > keys { even } else { keys }
+            }
         };
         if keys == 0 { 1 } else { keys }
     }
@@ -56,6 +68,9 @@ impl fmt::Display for Split {
             Self::Whole => f.write_str("whole"),
             Self::Chunks(keys) => write!(f, "chunks of {keys} keys"),
             Self::Parts(parts) => write!(f, "{parts} parts"),
+            Self::Between { parts, keys } => {
+                write!(f, "at most {parts} parts of {keys} keys or more")
+            }
         }
     }
 }
@@ -241,6 +256,8 @@ mod tests {
             Split::Parts(40),
             Split::Parts(0),
             Split::Parts(usize::MAX),
+            Split::Between { parts: 3, keys: 4 },
+            Split::Between { parts: 0, keys: 0 },
         ] {
             for kv_len in 0..30 {
                 let (keys, parts) = (split.keys(kv_len), split.parts(kv_len));

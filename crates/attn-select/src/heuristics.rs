@@ -194,7 +194,12 @@ pub fn device_tile(
     let smallest = tiles.iter().map(|tile| tile.q).min().unwrap_or(1);
     // Rows that do not exist are not worth their memory, unless nothing else fits. But how many exist in the
     // longest sequence is no business of the others, when the caller says so.
-    let rows = if problem.options().batch_invariant { usize::MAX } else { flat_rows(problem) };
+    let rows = match (problem.options().batch_invariant, kernel.max_query_rows) {
+        (false, _) => flat_rows(problem),
+        // Of a kernel for few rows the smallest tile always is the one: most sequences have one row.
+        (true, Some(_)) => 1,
+        (true, None) => usize::MAX,
+    };
     let is_wasteful = |tile: &Tile| tile.q > smallest && tile.q / 2 >= rows;
     let mut needs = Bytes::ZERO;
     for last_resort in [false, true] {
@@ -248,9 +253,9 @@ pub(crate) fn has_long_keys(problem: &Problem) -> bool {
 /// Most blocks of a cluster, on GPUs that have clusters; the engine of the kernels bounds its own by the same number.
 const CLUSTER: usize = 16;
 
-/// Keys of a part where a sequence's bits must not depend on its batch: enough parts for a lone sequence of
-/// moderate length, and few enough that the merge stays small.
-const INVARIANT_PART: usize = 512;
+/// The parts of a sequence whose bits must not depend on its batch: enough for a lone one to occupy the device, and of keys enough
+/// for a batch of short ones.
+const INVARIANT: Split = Split::Between { parts: 16, keys: 256 };
 
 /// How a device decode kernel divides the keys that a sequence sees: as the caller asked, or so that the blocks
 /// fill the device once.
@@ -271,7 +276,7 @@ pub fn device_decode_split(
         return Split::Parts(parts);
     }
     if problem.options().batch_invariant {
-        return Split::Chunks(INVARIANT_PART);
+        return INVARIANT;
     }
     let lengths = problem.lengths();
     let left = problem.band().left;
@@ -481,7 +486,7 @@ mod tests {
         let problem = Problem::new(spec).expect("valid");
         assert_eq!(
             device_decode_split(&kernel(None), &problem, SMALL, HALF, &DEVICE),
-            Split::Chunks(512)
+            Split::Between { parts: 16, keys: 256 }
         );
     }
 }

@@ -413,7 +413,7 @@ fn latent_kernel_takes_its_caches_alone_and_any_number_of_rows() {
         assert!(plan.reason.contains("read once"), "{}", plan.reason);
     }
     spec.options.batch_invariant = true;
-    assert_eq!(choose_of(spec.clone()).split, Split::Chunks(512));
+    assert_eq!(choose_of(spec.clone()).split, Split::Between { parts: 16, keys: 256 });
     let plan = choose_of(asking_for(Feature::Paged).expect("a field asks for it"));
     assert_eq!(plan.kernel, "general");
     let why = Refusal::Requires(Feature::LatentCache);

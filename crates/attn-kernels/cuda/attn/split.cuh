@@ -29,8 +29,8 @@ __device__ inline Parts parts_of(const ForwardParams& p, const Band& band) {
   parts.hi = band.hi();
   const i32 len = max_of(parts.hi - parts.lo, 1);
   // A part longer than all keys means the same as one of their length, and its sums could overflow.
-  const i32 pieces = clamp_of(p.split_parts, 1, len);
-  parts.keys = p.split_keys > 0 ? min_of(p.split_keys, len) : ceil_div(len, pieces);
+  const i32 even = ceil_div(len, clamp_of(p.split_parts, 1, len));
+  parts.keys = min_of(max_of(p.split_keys, even), len);
   parts.count = ceil_div(len, parts.keys);
   return parts;
 }

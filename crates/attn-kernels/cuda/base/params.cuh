@@ -110,8 +110,8 @@ struct ForwardParams {
   i32 right;  // keys to the right that a row sees, -1 is open
   float scale;
   float softcap;   // 0 is none
-  i32 split_keys;  // keys of a part, or 0: then split_parts equal parts
-  i32 split_parts;
+  i32 split_keys;   // fewest keys of a part
+  i32 split_parts;  // most parts
   Divisor block_q;   // query rows of a mask block
   Divisor block_kv;  // keys of a mask block
   // Where all sequences have equal lengths: units of each, and the lengths, so that a block finds

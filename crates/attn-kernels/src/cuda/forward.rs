@@ -34,8 +34,9 @@ pub(crate) fn template(problem: &Problem, pack: u32, split: Split) -> ForwardPar
     }
     let (split_keys, split_parts) = match split {
         Split::Whole => (0, 1),
-        Split::Chunks(keys) => (bounded(keys.max(1)), 1),
+        Split::Chunks(keys) => (bounded(keys.max(1)), OPEN),
         Split::Parts(parts) => (0, bounded(parts.max(1))),
+        Split::Between { parts, keys } => (bounded(keys), bounded(parts.max(1))),
     };
     let band = problem.band();
     let side = |side: Option<usize>| side.map_or(-1, bounded);
@@ -285,7 +286,7 @@ mod tests {
         assert_eq!((p.left, p.right, p.padded_rows), (OPEN, 0, 3));
         assert_eq!(p.flags, Q_PADDED | KV_PADDED);
         assert_eq!((p.batch, p.q_heads, p.group.value, p.pack.value), (2, 8, 4, 4));
-        assert_eq!((p.split_keys, p.split_parts), (256, 1));
+        assert_eq!((p.split_keys, p.split_parts), (256, OPEN));
         assert_eq!((p.block_q.value, p.block_kv.value), (16, OPEN.unsigned_abs()));
         assert_eq!((p.scale, p.softcap), (0.125, 30.0));
         let open = template(&problem(|_| ()), 1, Split::Parts(0));
