@@ -322,7 +322,7 @@ mod tests {
         let engine = CpuEngine::with(1, attn_kernels::cpu::Level::Portable).unwrap();
         let catalogue = attn_kernels::catalog_of(attn_core::Engine::Cpu);
         let all = batches(false);
-        assert!(all.len() > 70 && !batches(true).is_empty());
+        assert!(all.len() > 50 && !batches(true).is_empty());
         let (mut planned, mut views) = (0, 0);
         for Batch { case, prefixes } in all {
             let problem = case.problem().unwrap();
@@ -332,7 +332,7 @@ mod tests {
             }
             views += usize::from(case.name.ends_with("last") || case.name.ends_with("one"));
         }
-        assert!(planned > 350 && views > 20, "{planned} {views}");
+        assert!(planned > 350 && views > 12, "{planned} {views}");
     }
 
     /// From the allocator's books to the tables of both calls.

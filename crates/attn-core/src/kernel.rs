@@ -335,8 +335,8 @@ pub struct KernelDesc {
     pub value_dims: DimRule,
     /// Most query rows of a sequence; `None` is any number.
     pub max_query_rows: Option<usize>,
-    /// Most pairs of a sequence and a KV head, for each multiprocessor, for which it is worth a block of its own; beyond
-    /// them, or with more rows than a tile has, a kernel after it is faster. `None` is no limit.
+    /// Most pairs of a sequence and a KV head, and tiles of their rows, for each multiprocessor, which it is worth a block of
+    /// its own; with more of them, of few keys, a kernel after it is faster. `None` is no limit.
     pub most_units: Option<usize>,
     /// What it can be asked for.
     pub features: Features,
