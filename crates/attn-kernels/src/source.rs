@@ -93,6 +93,7 @@ static FILES: &[SourceFile] = embed! {
     "ptx/opaque.cuh"
     "ptx/setmaxnreg.cuh"
     "ptx/shared.cuh"
+    "ptx/special.cuh"
     "ptx/tma.cuh"
     "ptx/wgmma.cuh"
     "tile/descriptor.cuh"

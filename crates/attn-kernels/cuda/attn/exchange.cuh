@@ -2,12 +2,16 @@
 // piece to each of the others, and joins the pieces that it gets.
 //
 // Source: as attn/merge.cuh.
+// Tensors: o, lse. Where parts make several clusters, partial_o of cluster n at the partial row of
+// part n; its LSE once for each block, of the rows of which the block has a piece, at the partial
+// row of the block's own part; counter, of the blocks of one rank, at that of part `rank`.
 // Shared memory, from Exchange::START of a block's dynamic memory: a barrier of 16 bytes, LSE f32
 // [blocks, BLOCK_M], then columns f32 [blocks, piece, 4]. Rows are cut into quads of columns, and a
 // piece is ceil(rows * QUADS / blocks) of them.
 // Who executes: all threads of all blocks of a cluster, whose parts are of one unit.
 // The invariant: a block is written to only after all have begun, and ends only after all of its
-// pieces have come. The sum runs over the parts in order, so equal calls give equal bits.
+// pieces have come. The sum runs over the parts in order, so equal calls give equal bits. What it
+// does not do: choose the size of a cluster (src/cuda/cluster.rs).
 
 #pragma once
 
@@ -89,14 +93,14 @@ struct Exchange {
   }
 
   // Where quad `i` of the block's own piece is.
-  struct Place {
+  struct Spot {
     i32 column;
     i32 row;
     i32 position;
     i32 head;
     bool is_row;
   };
-  __device__ Place place_of(const ForwardParams& p, const Unit& unit, i32 i) const {
+  __device__ Spot spot_of(const ForwardParams& p, const Unit& unit, i32 i) const {
     const i32 at = i32(rank) * piece + i;
     const i32 row = at / QUADS;
     const i32 position = unit.position(p, row);
@@ -129,7 +133,7 @@ struct Exchange {
             all.lse};
   }
 
-  __device__ static float sink_at(const ForwardParams& p, const Unit& unit, const Place& at) {
+  __device__ static float sink_at(const ForwardParams& p, const Unit& unit, const Spot& at) {
     return at.is_row ? per_head(p.sinks, unit.sequence.index, at.head, NEG_INF) : NEG_INF;
   }
 
@@ -140,7 +144,7 @@ struct Exchange {
     }
     const PartialRows own = {partial.are_used, partial.first, unit.part, unit.rows};
     for (i32 i = i32(threadIdx.x); i < own_quads(); i += config::THREADS) {
-      const Place at = place_of(p, unit, i);
+      const Spot at = spot_of(p, unit, i);
       const float sink = partial.are_used ? NEG_INF : sink_at(p, unit, at);
       const Quad quad = join_quad(
           i32(blocks), sink, [&](i32 n) { return ptx::ld_shared_f32(lse_of(u32(n), at.row)); },
@@ -159,7 +163,7 @@ struct Exchange {
     if (!ends_last(p, unit, partial_first, i32(rank), clusters)) return;
     const PartialRows whole = {false, 0, 0, 0};
     for (i32 i = i32(threadIdx.x); i < own_quads(); i += config::THREADS) {
-      const Place at = place_of(p, unit, i);
+      const Spot at = spot_of(p, unit, i);
       if (at.column >= p.value_dim) continue;
       const auto row_of = [&](i32 part) {
         return partial_row(p, partial_first, part, unit.rows, at.position, at.head);

@@ -23,6 +23,7 @@
 #include "attn/visit.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/griddepcontrol.cuh"
+#include "ptx/special.cuh"
 
 namespace attn {
 
@@ -56,6 +57,7 @@ __device__ void forward(const ForwardParams& p) {
   constexpr bool CAN_EXCHANGE = DIVISION == Division::clusters;
   // A team that is alone does not leave its rows where they can be sent.
   static_assert(!CAN_EXCHANGE || TEAMS > 1);
+  static_assert(HEAD_DIM <= 256 && VALUE_DIM <= 256);
   extern __shared__ __align__(128) u8 memory[];
   __shared__ Visits visits;
   // What all threads know alike lives here: accumulators leave few registers.
@@ -66,8 +68,8 @@ __device__ void forward(const ForwardParams& p) {
 
   const i32 thread = i32(threadIdx.x);
   if (thread < WARP) {
-    // Of parameters and of tables that the host wrote: no launch overlaps with a copy, so that these
-    // are there before the launch before this one has ended.
+    // Of parameters and of tables that a copy wrote, which no launch overlaps with: these are there
+    // before the launch before this one has ended.
     const Unit own = unit_of<BLOCK_M, CAN_EXCHANGE>(p, blockIdx.x);
     if (thread == 0) {
       unit = own;
@@ -185,7 +187,7 @@ __device__ void forward(const ForwardParams& p) {
   const i32 blocks = is_exchanged ? i32(exchange.blocks) : 1;
   const i32 results = CAN_EXCHANGE ? unit.parts / blocks : unit.parts;
   const i32 result = CAN_EXCHANGE ? unit.part / blocks : unit.part;
-  const i64 first_result = HAS_PARTS ? partial_first : 0;
+  const i64 first_result = HAS_PARTS && unit.parts > 1 ? partial_first : 0;
   const PartialRows partial = {results > 1, first_result, result, unit.rows};
   if constexpr (TEAMS == 1) {
     write_alone(p, unit, partial, warp, softmax, o, exponent, v_scale, queries);

@@ -13,9 +13,9 @@
 
 namespace attn {
 
-// A row of NaN in every stored type, of the largest dimension, 576 elements of 16 bits: what a key of
-// an invalid page reads.
-struct NanRow {
+// A row of NaN in every stored type, of the largest dimension, 576 elements of 16 bits: what a key
+// of an invalid page reads.
+struct alignas(16) NanRow {
   u32 words[288];
 
   __device__ constexpr NanRow() : words{} {
@@ -47,7 +47,7 @@ struct KeyRows {
     table = PAGED ? p.table.data + sequence.index * p.table.sequence : nullptr;
   }
 
-  // Before the rows of a tile whose first key is `key`.
+  // The row of key `key`, in order; in pages nothing yet, which `row` and `next` look up.
   __device__ Row first(const ForwardParams& p, i32 key) const {
     if constexpr (PAGED) return {};
     return {k + key * p.k.row * ELEMENT, v + key * p.v.row * ELEMENT};

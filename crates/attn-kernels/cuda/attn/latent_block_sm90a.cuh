@@ -5,8 +5,8 @@
 // rows is copied once and read by both products.
 // Shared memory, from a multiple of 1024: queries [BLOCK_M, HEAD_DIM]; STAGES tiles of latent rows
 // [BLOCK_N, HEAD_DIM], all in panels (tile/descriptor.cuh); weights, 16 bytes of each thread of a
-// warpgroup for each PRODUCT_KEYS keys. Static: a full and an empty barrier for each stage. The
-// output's rows pass through the place of the queries.
+// warpgroup for each PRODUCT_KEYS keys. Static: a full and an empty barrier for each stage, and
+// what kernel/latent_sm90a.cu declares. The output's rows pass through the place of the queries.
 // Who executes: threads 0 .. THREADS are the consumers, two warpgroups with the same 64 rows and
 // one half of the value's columns each, of which the first also has the scores; behind them one
 // warpgroup of producers.

@@ -20,6 +20,8 @@
 
 namespace attn::latent {
 
+static_assert(config::HEAD_DIM * 2 <= int(sizeof(NanRow)));
+
 using LatentRows = KeyRows<true, 2>;
 
 constexpr i32 ROW_LANES = i32(tile::PANEL_ROW_BYTES) / 16;

@@ -158,7 +158,8 @@ struct Row {
 }  // namespace merge
 
 // Counts a result of a unit's rows as done, which the block has written, and answers whether it was
-// the last of `count`. The counter, one of as many as the unit has parts, is back at 0 then.
+// the last of `count`. `counter` says which of the unit's, of which there is one a part: 0 for
+// parts, the rank for clusters. It is back at 0 then.
 __device__ inline bool ends_last(const ForwardParams& p, const Unit& unit, i64 partial_first,
                                  i32 counter, i32 count) {
   __shared__ bool is_last;

@@ -2,8 +2,7 @@
 //
 // A launch that overlaps with the one before it may not read what that one writes. It may ask for
 // it: a prefetch into the second-level cache, where all writes go, reads nothing. So the first keys
-// are on their way while the device has little else to do, and no way to memory is left between the
-// end of one launch and the products of the next.
+// are on their way while the device has little else to do.
 // Tensors: k, v and the block table. Who executes: all threads of a block, before they wait.
 // The invariant: what is read here may be stale, and decides nothing but what is asked for, all of
 // it inside the cache; it is read past the first-level cache, where it would stay.

@@ -46,7 +46,9 @@ struct CapLine {
   float square;
 
   __device__ CapLine(float scale, float factor, float unit)
-      : one(0.99999834f * scale * unit), square(-0.3320053f * scale * factor * factor * unit) {}
+      // The square of a large factor, whose scores are all 0 here, must not be infinite.
+      : one(0.99999834f * scale * unit),
+        square(-0.3320053f * scale * fminf(factor * factor, 1e30f) * unit) {}
 
   __device__ float at(float s) const { return __fmaf_rn(square, s * s, one); }
 };

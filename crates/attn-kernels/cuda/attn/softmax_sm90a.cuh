@@ -185,9 +185,9 @@ struct Softmax {
     shift_by(half, top_of(half));
   }
 
-  // A later tile of a row. Of 16 bits most leave all maxima of a warp as they are, and one vote says
-  // so. Of fp8 one in three does not, and to compute what stays as it is takes less time than to
-  // wait for the vote.
+  // A later tile of a row. Of 16 bits most leave all maxima of a warp as they are, and one vote
+  // says so. Of fp8 one in three does not, and to compute what stays as it is takes less time than
+  // to wait for the vote.
   __device__ Correction raise(int half) {
     const float top = top_of(half);
     const float before = max[half];

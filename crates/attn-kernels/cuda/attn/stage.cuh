@@ -39,6 +39,9 @@ struct Share {
 using KTile = tile::Panels<config::BLOCK_N, config::HEAD_DIM>;
 using VTile = tile::Panels<config::BLOCK_N, config::VALUE_DIM>;
 
+static_assert(max_of(config::HEAD_DIM, config::VALUE_DIM) * size_of(config::KV_DTYPE) <=
+              int(sizeof(NanRow)));
+
 constexpr u32 TILE_BYTES = KTile::BYTES + VTile::BYTES;
 constexpr u32 RAW_BYTES = Share<config::HEAD_DIM>::RAW_BYTES + Share<config::VALUE_DIM>::RAW_BYTES;
 constexpr u32 TEAM_BYTES =
@@ -76,7 +79,7 @@ __device__ void copy_row(u32 to, const u8* from, int pass, i32 limit) {
 
 // Whether each lane finds one row of a tile, and tells those that copy it: a warp that streams keys
 // alone is short of instructions, and of ways to memory and back. The entries of the block table
-// are read a tile ahead, so that no copy waits for one.
+// are read a tile ahead, so that no copy but the first waits for one.
 constexpr bool HAS_ROW_A_LANE = config::TEAM_WARPS == 1 && config::ROW_TILES == 1 &&
                                 config::BLOCK_N <= WARP &&
                                 Share<config::HEAD_DIM>::LANES == Share<config::VALUE_DIM>::LANES;

@@ -3,8 +3,8 @@
 // Flat rows: `pack` query heads of one position are consecutive rows, so that a tile reads each key
 // once for all of them; flat row f is position f / pack and head f % pack of the block of heads.
 // Units of a sequence are numbered [block of heads, part of the keys, tile of rows], or with tiles
-// before parts where neighbouring parts share a cluster; the tile with the most keys under a causal
-// bound first.
+// before parts where neighbouring parts may share a cluster; the tile with the most keys under a
+// causal bound first.
 // Who executes: `unit_of` all lanes of a warp; the rest any thread.
 // The invariant: `keys` holds what some row of the tile sees and nothing that every row of it is
 // forbidden by band or part, so that storage outside is never read.

@@ -94,7 +94,8 @@ struct ForwardParams {
   const i64* unit_starts;
   const i64* partial_starts;
   // Partial results [partial row, value_dim] and their LSE [partial row]; partial row =
-  // partial_starts[sequence] + (part * rows + row) * q_heads + head.
+  // partial_starts[sequence] + (part * rows + row) * q_heads + head; of clusters see
+  // attn/exchange.cuh.
   float* partial_o;
   float* partial_lse;
 
@@ -109,9 +110,9 @@ struct ForwardParams {
   i32 left;   // keys to the left that a row sees, -1 is open
   i32 right;  // keys to the right that a row sees, -1 is open
   float scale;
-  float softcap;   // 0 is none
-  i32 split_keys;   // fewest keys of a part
-  i32 split_parts;  // most parts
+  float softcap;     // 0 is none
+  i32 split_keys;    // fewest keys of a part
+  i32 split_parts;   // most parts
   Divisor block_q;   // query rows of a mask block
   Divisor block_kv;  // keys of a mask block
   // Where all sequences have equal lengths: units of each, and the lengths, so that a block finds

@@ -1,5 +1,5 @@
-// Forward attention divided by keys, on Hopper: as kernel/decode.cu, with twice the teams to a block
-// and parts that join through the shared memory of a cluster.
+// Forward attention divided by keys, on Hopper: as kernel/decode.cu, with twice the teams to a
+// block and parts that join through the shared memory of a cluster.
 //
 // Source: T. Dao et al., "Flash-Decoding for long-context inference", 2023.
 // Tensors: base/params.cuh. Who executes: attn/forward.cuh. Shared-memory map: attn/forward.cuh,

@@ -34,9 +34,7 @@ __device__ inline void forward(const ForwardParams& p) {
   const Block block(tile::shared_address(memory), tile::shared_address(barriers));
   if (thread == WARP) block.init();
   if (thread < WARP) {
-    // The units of equal sequences follow from the parameters, before the launch before this one
-    // has ended.
-    if (p.uniform_units.value == 0) ptx::griddepcontrol_wait<__CUDA_ARCH__>();
+    // As in attn/forward.cuh.
     const Unit own = unit_of<BLOCK_M>(p, blockIdx.x);
     if (thread == 0) {
       unit = own;

@@ -1,6 +1,7 @@
-// Loads and stores of global memory; any thread, alone. Minimum sm_80.
+// Loads, stores and prefetches of global memory; any thread, alone. Minimum sm_80.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-prefetch-prefetchu
 
 #pragma once
 
@@ -39,16 +40,16 @@ __device__ inline u32 ld_global_cg_b32(const void* from) {
   return x;
 }
 
-// prefetch.global.L2: the line of 128 bytes that an address is in.
-__device__ inline void prefetch_global_l2(const void* at) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
-}
-
 // ld.global.cg.f32: the same.
 __device__ inline float ld_global_cg_f32(const float* from) {
   float x;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
   return x;
+}
+
+// prefetch.global.L2: the line of 128 bytes that an address is in.
+__device__ inline void prefetch_global_l2(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
 }
 
 // atom.acq_rel.gpu.global.add.u32: the sum so far; orders what the block wrote before, and what it

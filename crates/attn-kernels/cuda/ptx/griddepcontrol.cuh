@@ -17,17 +17,11 @@ __device__ inline void griddepcontrol_launch_dependents() {
 }
 
 // griddepcontrol.wait: until the kernels before have ended and what they wrote is there. Every
-// thread that reads or writes global memory.
+// thread that reads what those kernels write, or writes global memory; what only a copy wrote may
+// be read before.
 template <int ARCH>
 __device__ inline void griddepcontrol_wait() {
   if constexpr (ARCH >= 900) asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-// %nsmid: multiprocessors, or a few more.
-__device__ inline u32 nsmid() {
-  u32 n;
-  asm("mov.u32 %0, %%nsmid;" : "=r"(n));
-  return n;
 }
 
 }  // namespace attn::ptx

@@ -294,7 +294,8 @@ impl CudaEngine {
     ///
     /// On Hopper and later the launch is one that may begin while the one before it in the stream ends, and waits for it
     /// (programmatic stream serialization); a kernel of others that was launched so before it must wait in each of its
-    /// blocks, too.
+    /// blocks, too. Before it waits it may read the block table, for nothing but what to ask for: the table must be
+    /// there, and may still be written to.
     ///
     /// # Errors
     /// As [`CudaEngine::prepare`]; [`Error::Call`] for tensors that do not fit the plan's problem, lie in another

@@ -206,7 +206,7 @@ impl Lengths {
         usize::try_from(bytes).map_err(|_| overflow("partial results"))
     }
 
-    /// Bytes of the counts of parts that have ended, of which a tile of rows takes the one of its first row.
+    /// Bytes of the counts of parts that have ended: a tile of rows takes that of its first row, of clusters one for each of their blocks.
     pub(crate) fn count_bytes(&self) -> Result<usize, Error> {
         let rows = usize::try_from(self.partial_rows).unwrap_or(usize::MAX);
         let bytes = product(&[rows, size_of::<u32>()])?;
