@@ -133,8 +133,9 @@ fn joined(mut line: Value, more: Value) -> Value {
 }
 
 fn parse_heads(text: &str) -> Result<[usize; 3], BenchError> {
-    let numbers: Vec<usize> = text.split('.').filter_map(|number| number.parse().ok()).collect();
-    numbers.try_into().map_err(|_| BenchError::Heads(text.to_owned()))
+    let wrong = || BenchError::Heads(text.to_owned());
+    let numbers: Result<Vec<usize>, _> = text.split('.').map(str::parse).collect();
+    numbers.map_err(|_| wrong())?.try_into().map_err(|_| wrong())
 }
 
 /// The plain call of a combination, its cache, and its groups.
@@ -484,6 +485,7 @@ mod tests {
     fn heads_are_three_numbers() {
         assert_eq!(parse_heads("32.8.128").unwrap(), [32, 8, 128]);
         assert!(parse_heads("32.8").is_err() && parse_heads("a.b.c.d").is_err());
+        assert!(parse_heads("32.x.8.128").is_err());
     }
 
     #[test]

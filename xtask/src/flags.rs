@@ -39,6 +39,9 @@ pub(crate) enum Verb {
     /// Time cascades over shared prefixes beside plain decode, on a device (see `cascade-bench --help`).
     #[command(disable_help_flag = true)]
     CascadeBench(Passed),
+    /// Time one decode step over a latent cache, on a device (see `latent-bench --help`).
+    #[command(disable_help_flag = true)]
+    LatentBench(Passed),
     /// Run the criterion benches; arguments after the options go to criterion.
     Bench(Bench),
     /// Run what a change must pass: fmt, clippy, nvrtc, tidy, tests, docs. Stops at the first failure.

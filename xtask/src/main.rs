@@ -45,6 +45,7 @@ fn run(verb: Verb) -> Result<ExitCode, Error> {
         Verb::Kernels(passed) => attn_bench::run("kernels", &passed.args),
         Verb::Worker(passed) => attn_bench::run("worker", &passed.args),
         Verb::CascadeBench(passed) => attn_bench::run("cascade-bench", &passed.args),
+        Verb::LatentBench(passed) => attn_bench::run("latent-bench", &passed.args),
         Verb::Bench(bench) => bench::run(&bench),
         Verb::Ci(ci) => ci::run(&ci),
         Verb::Tidy => tidy::run(),

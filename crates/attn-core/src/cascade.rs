@@ -413,16 +413,20 @@ fn check_prefixes(
                     format!("at most the {before} tokens before the rows of sequence {sequence}");
                 return Err(Error::invalid(FIELD, expected, tokens));
             }
-            // The last row's window reaches the first key, or it hides some key of the prefix from that row.
-            if let Some(left) = problem.band().left
-                && rows > 0
-                && left < keys - 1
-            {
-                let reason = format!(
-                    "a window of {left} keys hides part of the shared prefix from a row of sequence {sequence}"
-                );
-                return Err(Error::unsupported("a cascade", reason));
-            }
+        }
+    }
+    // Whatever is wrong is said before what is only not there.
+    let members = prefixes.iter().flat_map(|prefix| prefix.sequences.clone());
+    for sequence in members {
+        // The last row's window reaches the first key, or it hides some key of the prefix from that row.
+        if let Some(left) = problem.band().left
+            && lengths.q(sequence) > 0
+            && left < lengths.kv(sequence) - 1
+        {
+            let reason = format!(
+                "a window of {left} keys hides part of the shared prefix from a row of sequence {sequence}"
+            );
+            return Err(Error::unsupported("a cascade", reason));
         }
     }
     Ok(())

@@ -20,7 +20,7 @@ use crate::heuristics;
 /// Bytes of keys and values that a device must be spared the reading of.
 ///
 /// A second attention and a merge take some 10 us of a step, each of them being a launch that reads little. On an H200 two
-/// sequences on a prefix of 8k tokens, which saves 32 MiB, took 19.1 us and 16.9 without, four, which saves 96, 21.2 and 22.4
+/// sequences on a prefix of 8k tokens, which saves 32 MiB, took 19.1 us and 17.0 without, four, which saves 96, 21.2 and 22.4
 /// (`benches/record/nvidia-h200/cascade-2026-11-30.jsonl`).
 pub const DEVICE_LEAST: Bytes = Bytes(64 << 20);
 
@@ -95,6 +95,11 @@ pub enum NoCascade {
     Unsupported(attn_core::Error),
     /// No two sequences share anything.
     NothingShared,
+    /// A part of a prefix has no more rows than a sequence.
+    NothingSaved {
+        /// Query rows of a part.
+        rows: usize,
+    },
     /// Too little reading is saved.
     Slower {
         /// What it was weighed by.
@@ -111,6 +116,10 @@ impl fmt::Display for NoCascade {
         match self {
             Self::Unsupported(error) => write!(f, "{error}"),
             Self::NothingShared => f.write_str("no two sequences share whole pages"),
+            Self::NothingSaved { rows } => write!(
+                f,
+                "the prefixes would be read in parts of {rows} query rows, as often as there are sequences"
+            ),
             Self::Slower { reads, least } => write!(
                 f,
                 "the shared prefixes are {} in place of {} to read, and a second call and a merge pay from {least} saved",
@@ -141,14 +150,16 @@ pub fn choose_cascade(
         let plan = choose(problem, caps, catalogue)?;
         Ok(CascadeChoice::Plain { plan, why })
     };
+    // What was given is looked at, groups that save nothing too.
+    if !prefixes.is_empty()
+        && let Err(error @ attn_core::Error::Invalid { .. }) = Cascade::new(problem, prefixes, None)
+    {
+        return Err(error);
+    }
     let shared: Vec<SharedPrefix> =
         prefixes.iter().filter(|prefix| prefix.sequences.len() > 1).cloned().collect();
     if shared.is_empty() {
-        // What was given is looked at all the same.
-        return match prefixes.first().map(|_| Cascade::new(problem, prefixes, None)) {
-            Some(Err(error @ attn_core::Error::Invalid { .. })) => Err(error),
-            _ => plain(NoCascade::NothingShared),
-        };
+        return plain(NoCascade::NothingShared);
     }
     let (plan, reads) = match plan_cascade(problem, &shared, caps, catalogue) {
         Ok(Ok(planned)) => planned,
@@ -186,7 +197,8 @@ pub fn plan_cascade(
     let shared: Vec<SharedPrefix> =
         prefixes.iter().filter(|prefix| members(prefix) > parts(prefix)).cloned().collect();
     if shared.is_empty() {
-        return Ok(Err(NoCascade::NothingShared));
+        let why = |rows| NoCascade::NothingSaved { rows };
+        return Ok(Err(rows.map_or(NoCascade::NothingShared, why)));
     }
     let cascade = Cascade::new(problem, &shared, rows)?;
     let count = |times: &dyn Fn(&SharedPrefix) -> usize| {
@@ -215,6 +227,10 @@ fn part_rows(whole: &Cascade, caps: &DeviceCaps, catalogue: &[KernelDesc]) -> Op
     let spec = ProblemSpec { q_lens, kv_lens, ..whole.prefix().spec().clone() };
     let problem = &Problem::new(spec).ok()?;
     let engine = catalogue.first().map_or(Engine::Cpu, |kernel| kernel.engine);
+    // A kernel that divides the keys of any number of rows needs no parts.
+    if choose(problem, caps, catalogue).is_ok_and(|plan| divides_any_rows(&plan, catalogue)) {
+        return None;
+    }
     let is_decode = match (engine, &caps.cuda) {
         (Engine::Cuda, Some(device)) => heuristics::is_device_decode_shaped(problem, device),
         _ => heuristics::is_decode_shaped(problem, &caps.host),
@@ -225,6 +241,11 @@ fn part_rows(whole: &Cascade, caps: &DeviceCaps, catalogue: &[KernelDesc]) -> Op
     let decodes = catalogue.iter().filter(|kernel| kernel.family == Family::Decode);
     let most = decodes.filter_map(|kernel| kernel.max_query_rows).max()?;
     Some((TILE_ROWS / problem.group().max(1)).clamp(1, most.max(1)))
+}
+
+fn divides_any_rows(plan: &Plan, catalogue: &[KernelDesc]) -> bool {
+    let kernel = catalogue.iter().find(|kernel| kernel.name == plan.kernel);
+    kernel.is_some_and(|kernel| kernel.family == Family::Decode && kernel.max_query_rows.is_none())
 }
 
 /// Sequences of a group that have query rows, and these rows.

@@ -48,8 +48,10 @@ pub(crate) fn fit(
                 && standard == Standard::Fastest
             {
                 let room = most.saturating_mul(device.sm_count as usize);
-                let (units, tiles) =
-                    (heuristics::units(problem), heuristics::flat_rows(problem).div_ceil(tile.q));
+                let (units, tiles) = (
+                    heuristics::units(problem),
+                    heuristics::flat_rows(problem).div_ceil(tile.q.max(1)),
+                );
                 // Two waves of blocks that take a multiprocessor each, of few keys: a tenth slower than one of smaller
                 // ones, 32 sequences of 1k keys, 8 KV heads, on an H200; of 8k keys 1 % faster
                 // (benches/notes/cuda-decode.md).

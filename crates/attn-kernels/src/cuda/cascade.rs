@@ -18,7 +18,7 @@ use cudarc::driver::CudaStream;
 
 use super::call::{Inputs, KvTensors, Outputs, check_memory};
 use super::config;
-use super::engine::CudaEngine;
+use super::engine::{CudaEngine, check_plan};
 use super::forward;
 use super::tensor::{DeviceTensorMut, DeviceView, DeviceViewMut};
 use super::workspace::Workspace;
@@ -128,9 +128,19 @@ impl CascadeWorkspace {
             return Err(Error::Workspace { expected, got });
         }
         let (o, lse) = state_bytes(problem);
-        // A quarter more, so that a batch that grows by a sequence now and then finds room.
-        let room = |bytes: usize| engine.alloc(bytes.saturating_add(bytes / 4));
-        self.states = Some(States { o: room(o)?, lse: room(lse)?, suffix_lse: room(lse)? });
+        // A quarter more, so that a batch that grows by a sequence now and then finds room, and never less than there is:
+        // of two batches that take turns one may have the larger outputs and the other the larger LSEs.
+        let held = |of: fn(&States) -> &DeviceBuffer| {
+            self.states.as_ref().map_or(0, |states| of(states).bytes())
+        };
+        let room = |bytes: usize, held: usize| {
+            engine.alloc(if bytes > held { bytes.saturating_add(bytes / 4) } else { held })
+        };
+        self.states = Some(States {
+            o: room(o, held(|states| &states.o))?,
+            lse: room(lse, held(|states| &states.lse))?,
+            suffix_lse: room(lse, held(|states| &states.suffix_lse))?,
+        });
         Ok(())
     }
 }
@@ -139,7 +149,7 @@ impl CudaEngine {
     /// Compiles, loads and allocates what a cascade needs, so that its runs on this workspace and stream do none of it.
     ///
     /// # Errors
-    /// As [`CudaEngine::prepare`], for each of the two calls.
+    /// As [`CudaEngine::prepare`], for each of the two calls; what was prepared before a failure stays.
     pub fn prepare_cascade(
         &self,
         plan: &CascadePlan,
@@ -191,7 +201,9 @@ impl CudaEngine {
             check_rows(plan, inputs, outputs)?;
         }
         if outputs.layout().o.layout.is_empty() {
-            return Ok(());
+            let caps = self.caps();
+            return check_plan(plan.prefix(), &caps)
+                .and_then(|()| check_plan(plan.suffix(), &caps));
         }
         self.prepare_cascade(plan, workspace, stream)?;
 

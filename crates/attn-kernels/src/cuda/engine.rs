@@ -190,6 +190,7 @@ impl CudaEngine {
     ) -> Result<usize, Error> {
         workspace.check_stream(stream)?;
         if let Some(at) = workspace.find(plan) {
+            workspace.touch(at);
             return Ok(at);
         }
         check_plan(plan, &self.caps)?;
@@ -440,7 +441,7 @@ pub(crate) fn warp_blocks(items: &[usize]) -> u32 {
 
 /// Checks that a plan names a kernel of this engine that states it takes such a problem. A plan may be made by
 /// hand, so that what a selector would have seen to is not taken for granted.
-fn check_plan(plan: &Plan, caps: &DeviceCaps) -> Result<(), Error> {
+pub(crate) fn check_plan(plan: &Plan, caps: &DeviceCaps) -> Result<(), Error> {
     const EXPECTED: &str = "a forward plan of the CUDA engine that its kernel takes";
     let kernel = catalog().iter().find(|kernel| {
         kernel.engine == Engine::Cuda && kernel.name == plan.kernel && kernel.family == plan.family

@@ -148,10 +148,15 @@ impl Workspace {
         self.plans.iter().position(|prepared| prepared.key.is(plan))
     }
 
-    /// The launches of the plan at `at`, which count as used now.
-    pub(crate) fn ready(&mut self, at: usize) -> Ready<'_> {
+    /// Counts the plan at `at` as used now, so that what is prepared next does not take its place.
+    pub(crate) fn touch(&mut self, at: usize) {
         self.clock += 1;
         self.plans[at].used = self.clock;
+    }
+
+    /// The launches of the plan at `at`, which count as used now.
+    pub(crate) fn ready(&mut self, at: usize) -> Ready<'_> {
+        self.touch(at);
         Ready {
             prepared: &self.plans[at],
             partials: self.partials.as_ref(),
