@@ -91,7 +91,7 @@ impl Cascade {
     /// [`Error::Unsupported`] for a problem that two calls and a merge do not compute, with the reason: a backward; dense
     /// keys; padded queries; a boolean or block mask, a bias, or ALiBi; a window that hides part of a shared prefix; a
     /// batch-invariant call. [`Error::Invalid`] for prefixes that are empty, overlap, name sequences that are not there, or hold no
-    /// whole pages or the keys of a row's own.
+    /// whole pages or the keys of a row's own. [`Error::Overflow`] for parts whose keys are more than can be counted.
     pub fn new(
         problem: &Problem,
         prefixes: &[SharedPrefix],

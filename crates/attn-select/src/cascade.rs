@@ -35,6 +35,10 @@ pub const CACHED_MOST: Bytes = Bytes(24 << 20);
 /// sequences, which saves 120 MiB, still lost a tenth, and 64 won a third (the same record).
 pub const CACHED_RATE: u64 = 2;
 
+/// Most parts of rows that share nothing: each is a row of the prefix call's block table, as long as the longest prefix, and a unit
+/// of no work.
+const MOST_ALONE: usize = 256;
+
 /// Query rows, times the heads of a group, of the largest tile that a decode kernel reads keys once for.
 const TILE_ROWS: usize = 128;
 
@@ -100,6 +104,13 @@ pub enum NoCascade {
         /// Query rows of a part.
         rows: usize,
     },
+    /// Query rows that share nothing, which the prefix call has in parts without keys, are too many.
+    MostlyAlone {
+        /// These rows.
+        rows: usize,
+    },
+    /// The two calls are planned for two engines.
+    TwoEngines,
     /// Too little reading is saved.
     Slower {
         /// What it was weighed by.
@@ -116,6 +127,10 @@ impl fmt::Display for NoCascade {
         match self {
             Self::Unsupported(error) => write!(f, "{error}"),
             Self::NothingShared => f.write_str("no two sequences share whole pages"),
+            Self::MostlyAlone { rows } => {
+                write!(f, "{rows} query rows share nothing, and a prefix call has a place for each")
+            }
+            Self::TwoEngines => f.write_str("no one engine takes both calls"),
             Self::NothingSaved { rows } => write!(
                 f,
                 "the prefixes would be read in parts of {rows} query rows, as often as there are sequences"
@@ -200,6 +215,11 @@ pub fn plan_cascade(
         let why = |rows| NoCascade::NothingSaved { rows };
         return Ok(Err(rows.map_or(NoCascade::NothingShared, why)));
     }
+    let together: usize = shared.iter().map(|prefix| rows_of(problem, prefix).1).sum();
+    let alone = problem.lengths().total_q() - together;
+    if rows.is_some_and(|most| alone / most.max(1) > MOST_ALONE) {
+        return Ok(Err(NoCascade::MostlyAlone { rows: alone }));
+    }
     let cascade = Cascade::new(problem, &shared, rows)?;
     let count = |times: &dyn Fn(&SharedPrefix) -> usize| {
         let tokens = shared.iter().map(|prefix| prefix.tokens.saturating_mul(times(prefix)));
@@ -211,6 +231,7 @@ pub fn plan_cascade(
         .and_then(|prefix| Ok((prefix, choose(cascade.suffix(), caps, catalogue)?)));
     match planned {
         Err(error) => Ok(Err(NoCascade::NoKernel(error))),
+        Ok((prefix, suffix)) if prefix.engine != suffix.engine => Ok(Err(NoCascade::TwoEngines)),
         Ok((prefix, suffix)) => {
             let plan = CascadePlan::new(cascade, prefix, suffix)?;
             Ok(Ok((plan, reads)))
@@ -384,6 +405,32 @@ mod tests {
         assert_eq!(pays(reads(4, 128, 4)), (mib(128), false));
         assert_eq!(pays(reads(4, 132, 4)), (mib(128), true));
         assert_eq!(cascade_pays(reads(1, 2, 1), Engine::Cpu), (mib(1), true));
+    }
+
+    #[test]
+    fn groups_are_checked_before_any_is_left_out() {
+        let four = problem(&[40_000; 4], 4, |_| ());
+        for wrong in [(1, 2, 16), (3, 4, 7), (90, 91, 16), (2, 3, 16)] {
+            let prefixes = [(0, 3, 32_768), wrong]
+                .map(|(start, end, tokens)| SharedPrefix { sequences: start..end, tokens });
+            let error = choose_cascade(&four, &prefixes, &caps(), &CATALOGUE).expect_err("wrong");
+            assert!(matches!(error, attn_core::Error::Invalid { .. }), "{wrong:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_long_prompt_beside_a_group_makes_no_parts_of_its_own() {
+        let mut lens = vec![40_000; 8];
+        lens.push(100_000);
+        let p = problem(&lens, 4, |spec| {
+            spec.q_lens = vec![1; 8];
+            spec.q_lens.push(100_000);
+        });
+        let plain = choice(&p, &[(0, 8, 32_768)]);
+        assert!(
+            matches!(plain, CascadeChoice::Plain { why: NoCascade::MostlyAlone { .. }, .. }),
+            "{plain:?}"
+        );
     }
 
     #[test]

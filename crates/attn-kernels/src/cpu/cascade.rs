@@ -5,7 +5,9 @@
 //! The invariant: both calls are the engine's own forwards over the caller's tensors, of which only the block tables differ;
 //! their states are scratch, and the outputs are written by the merge alone.
 //!
-//! Numerics: as of the device's cascade, each state is rounded to the output's type before the merge.
+//! Numerics: as of the device's cascade, each state is rounded to the output's type before the merge, whose weights come from
+//! LSEs in f32: of outputs in f32 and scores around 30, as a soft-cap leaves them, that is 1e-6 of a weight, which the error
+//! rule for f32 does not always allow.
 
 use attn_core::{
     Bytes, CascadePlan, DType, Error as CoreError, Inputs, KvView, Outputs, Plan, TensorView,

@@ -157,8 +157,9 @@ impl Keys {
 
     /// The keys of one part; empty for the only part of a sequence without visible keys.
     fn part(&self, part: usize) -> Range<usize> {
-        let start = self.visible.start + part * self.part;
-        start.min(self.visible.end)..(start + self.part).min(self.visible.end)
+        // A part may be longer than any sequence.
+        let start = self.visible.start.saturating_add(part.saturating_mul(self.part));
+        start.min(self.visible.end)..start.saturating_add(self.part).min(self.visible.end)
     }
 
     /// Scratch of all parts, in f32.

@@ -227,6 +227,12 @@ fn decode_divides_the_visible_keys_of_a_window() {
     assert_eq!(parts.len(), 4);
     assert!(parts.iter().all(|part| part.len() == 1024));
     assert_eq!((parts[0].start, parts[3].end), (95_904, 100_000));
+    let problem = case.problem().expect("valid");
+    for keys in [usize::MAX, usize::MAX - 30] {
+        for split in [Split::Chunks(keys), Split::Between { parts: 1, keys }] {
+            assert_eq!(Keys::new(&problem, split, 0).part(0), 95_904..100_000, "{split}");
+        }
+    }
 }
 
 #[test]
