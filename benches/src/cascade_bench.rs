@@ -5,7 +5,7 @@
 //! rotation through more bytes than the device's cache holds; a row is written only after their outputs agreed. That
 //! sequences of a call find a shared prefix in that cache is the plain call's right, and is not rotated away.
 
-use std::io::{self, Write};
+use std::io;
 
 use attn_core::{
     CacheLayout, Cascade, CascadePlan, DType, KvStorage, PageOrder, Plan, Problem, ProblemSpec,
@@ -16,19 +16,18 @@ use attn_kernels::cuda::{
     CascadeTables, CascadeWorkspace, DeviceBuffer, DeviceTensor, DeviceTensorMut, DeviceView,
     DeviceViewMut, Inputs, KvTensors, Outputs, Workspace,
 };
-use attn_reference::random::Random;
 use half::bf16;
 use serde_json::{Value, json};
 
 use crate::device::Gpu;
+use crate::worker::check::{LIMIT, RelativeError};
 use crate::worker::clock::{Clock, Pace};
 use crate::worker::normals::Normals;
+use crate::worker::setup::{normal, shuffled_pages};
+use crate::worker::{merge, say};
 
 /// Bytes of keys and values that outlast the device's cache.
 const ROTATED_BYTES: usize = 256 << 20;
-
-/// The largest relative error between the two that is timed; see `worker`'s check.
-const LIMIT: f64 = 2e-2;
 
 /// Options of `attn-bench cascade-bench`.
 #[derive(Debug, clap::Args)]
@@ -104,32 +103,22 @@ pub(crate) fn run(args: &Args) -> Result<(), BenchError> {
                 "rows": args.rows, "heads": args.heads, "page": args.page });
             match Bench::new(&gpu, &mut normals, args, (prefix, group)).and_then(|b| b.rows(args)) {
                 Ok(lines) => {
-                    for line in lines {
-                        say(joined(title.clone(), line))?;
+                    for more in lines {
+                        let mut line = title.clone();
+                        merge(&mut line, more);
+                        say(&line)?;
                     }
                 }
                 Err(error) => {
-                    say(joined(title, json!({ "error": error.to_string() })))?;
+                    let mut line = title;
+                    merge(&mut line, json!({ "error": error.to_string() }));
+                    say(&line)?;
                     last = Err(error);
                 }
             }
         }
     }
     last
-}
-
-fn say(line: Value) -> io::Result<()> {
-    let out = &mut io::stdout().lock();
-    writeln!(out, "{line}")?;
-    out.flush()
-}
-
-/// The fields of both objects.
-fn joined(mut line: Value, more: Value) -> Value {
-    if let (Value::Object(line), Value::Object(more)) = (&mut line, more) {
-        line.extend(more);
-    }
-    line
 }
 
 fn parse_heads(text: &str) -> Result<[usize; 3], BenchError> {
@@ -185,9 +174,9 @@ impl<'g> Bench<'g> {
         let elements = pages * rotations * args.page * row;
         let queries = problem.lengths().total_q() * problem.q_heads() * problem.head_dim();
         Ok(Self {
-            q: normal(gpu, normals, queries)?,
-            k: normal(gpu, normals, elements)?,
-            v: normal(gpu, normals, elements)?,
+            q: normal(gpu, normals, DType::BF16, queries)?,
+            k: normal(gpu, normals, DType::BF16, elements)?,
+            v: normal(gpu, normals, DType::BF16, elements)?,
             table: DeviceBuffer::from_host(&gpu.stream, &ids)?,
             gpu,
             problem,
@@ -385,26 +374,13 @@ fn named(plan: &Plan) -> String {
     format!("{} {}x{}, {}", plan.kernel, plan.tile.q, plan.tile.kv, plan.split)
 }
 
-/// `|got - want| / |want|` over all elements.
+/// The relative error over all elements.
 fn relative_error(got: &[bf16], want: &[bf16]) -> f64 {
-    let (mut difference, mut size) = (0.0, 0.0);
-    for (got, want) in got.iter().zip(want) {
-        let (got, want) = (f64::from(got.to_f32()), f64::from(want.to_f32()));
-        difference += (got - want).powi(2);
-        size += want.powi(2);
+    let mut error = RelativeError::default();
+    for (&got, &want) in got.iter().zip(want) {
+        error.add(f64::from(got), f64::from(want));
     }
-    (difference / size).sqrt()
-}
-
-/// Device memory full of normal values.
-fn normal(gpu: &Gpu, normals: &mut Normals, elements: usize) -> Result<DeviceBuffer, Error> {
-    let mut buffer = gpu.engine.alloc(elements * DType::BF16.size())?;
-    let mut at = 0;
-    for piece in normals.pieces(elements) {
-        buffer.copy_from_host_at(&gpu.stream, at, piece)?;
-        at += piece.len();
-    }
-    Ok(buffer)
+    error.value()
 }
 
 /// A block table of groups that share their first pages, in random order, and how many pages there are.
@@ -417,9 +393,7 @@ fn shared_table(
     let (width, shared) = (layout.pages_for(prefix + suffix), prefix / layout.page_size());
     let own = width - shared;
     let pages = groups * (shared + group * own);
-    let mut free: Vec<i32> = (0..).take(pages).collect();
-    Random::new(0x7AB1E).shuffle(&mut free);
-    let mut next = free.into_iter();
+    let mut next = shuffled_pages(pages).into_iter();
     let mut ids = Vec::with_capacity(groups * group * width);
     for _ in 0..groups {
         let common: Vec<i32> = next.by_ref().take(shared).collect();
@@ -459,15 +433,7 @@ mod tests {
             args: Args,
         }
         let args = <Line as clap::Parser>::parse_from(["cascade-bench"]).args;
-        let device = attn_core::CudaCaps {
-            name: "a Hopper".to_owned(),
-            compute: (9, 0),
-            sm_count: 132,
-            smem_per_block: attn_core::Bytes(227 << 10),
-            memory: attn_core::Bytes(141 << 30),
-        };
-        let host = attn_core::HostCaps::default();
-        let caps = attn_core::DeviceCaps { host, cuda: Some(device) };
+        let caps = crate::device::tests::hopper();
         for &prefix in &args.prefix {
             for &group in &args.group {
                 let (problem, _, prefixes) = call(&args, (prefix, group)).unwrap();

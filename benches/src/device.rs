@@ -332,3 +332,20 @@ impl DeviceOutputs {
         Ok(())
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use attn_core::{Bytes, CudaCaps, DeviceCaps, HostCaps};
+
+    /// A Hopper, for plans that need no device.
+    pub(crate) fn hopper() -> DeviceCaps {
+        let cuda = CudaCaps {
+            name: "a Hopper".to_owned(),
+            compute: (9, 0),
+            sm_count: 132,
+            smem_per_block: Bytes(227 << 10),
+            memory: Bytes(141 << 30),
+        };
+        DeviceCaps { host: HostCaps::default(), cuda: Some(cuda) }
+    }
+}

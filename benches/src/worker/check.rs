@@ -14,7 +14,39 @@ use crate::device::Gpu;
 
 /// The largest relative error of a bf16 kernel that is timed. Rounding weights and outputs leaves a fifth of it or less;
 /// a tile that was skipped leaves more.
-const LIMIT: f64 = 2e-2;
+pub(crate) const LIMIT: f64 = 2e-2;
+
+/// `|got - want| / |want|` over all elements that were looked at.
+#[derive(Debug, Default)]
+pub(crate) struct RelativeError {
+    difference: f64,
+    size: f64,
+}
+
+impl RelativeError {
+    pub(crate) fn add(&mut self, got: f64, want: f64) {
+        self.difference += (got - want).powi(2);
+        self.size += want.powi(2);
+    }
+
+    pub(crate) fn value(&self) -> f64 {
+        (self.difference / self.size).sqrt()
+    }
+
+    /// The error, if it is one of a kernel that may be timed; NaN is not.
+    ///
+    /// # Errors
+    /// One past the limit, with both.
+    pub(super) fn within(&self, limit: f64) -> Result<f64, String> {
+        let error = self.value();
+        if error <= limit {
+            return Ok(error);
+        }
+        Err(format!(
+            "relative error: expected at most {limit}, got {error:.3e}; a wrong kernel is not timed"
+        ))
+    }
+}
 
 /// The same of the kernel that a problem's type asks for.
 ///
@@ -29,7 +61,7 @@ fn limit(problem: &Problem) -> f64 {
 /// Rows of one sample.
 const ROWS: usize = 16;
 
-/// The relative error of the rows that were looked at, `|got - want| / |want|` over all of them.
+/// The relative error of the rows that were looked at.
 ///
 /// # Errors
 /// A device that fails, or an error past [`limit`].
@@ -42,7 +74,7 @@ pub(super) fn check(
     let text = |error: attn_kernels::Error| error.to_string();
     let problem = &setup.plan.problem;
     let row = problem.q_heads() * problem.value_dim();
-    let (mut difference, mut size) = (0.0, 0.0);
+    let mut error = RelativeError::default();
     for part in samples(problem) {
         let (spec, inputs) = setup.part(pool, part)?;
         let plan = planner.oracle(spec)?;
@@ -56,19 +88,10 @@ pub(super) fn check(
         let start = (problem.lengths().q_rows(part.sequence).start + part.row) * row;
         let got: Vec<bf16> = setup.o.to_host_at(&gpu.stream, start, want.len()).map_err(text)?;
         for (got, want) in got.iter().zip(&want) {
-            let (got, want) = (f64::from(got.to_f32()), f64::from(want.to_f32()));
-            difference += (got - want).powi(2);
-            size += want.powi(2);
+            error.add(f64::from(*got), f64::from(*want));
         }
     }
-    let error = (difference / size).sqrt();
-    let limit = limit(problem);
-    if error <= limit {
-        return Ok(error);
-    }
-    Err(format!(
-        "relative error: expected at most {limit}, got {error:.3e}; a wrong kernel is not timed"
-    ))
+    error.within(limit(problem))
 }
 
 /// The middle and the end of the first, the middle and the last sequence.

@@ -11,22 +11,19 @@ use attn_kernels::Error;
 use attn_kernels::cuda::{
     DeviceBuffer, DeviceTensor, DeviceTensorMut, DeviceView, Inputs, KvTensors, Outputs, Workspace,
 };
-use attn_reference::random::Random;
 use half::{bf16, f16};
 use serde_json::{Value, json};
 
+use super::check::{LIMIT, RelativeError};
 use super::clock::{Clock, Pace};
 use super::normals::Normals;
-use super::setup::{Planner, rotations};
+use super::setup::{Planner, at, normal, rotations, shuffled_pages};
 use super::{WorkerError, merge, say};
 use crate::device::Gpu;
 
 /// Elements of a cached row, and those of it that are the value.
 const DIM: usize = 576;
 const VALUE_DIM: usize = 512;
-
-/// The largest relative error of a kernel that is timed, as the worker's.
-const LIMIT: f64 = 2e-2;
 
 /// Options of `attn-bench latent-bench`.
 #[derive(Debug, Clone, clap::Args)]
@@ -182,11 +179,10 @@ impl Tensors {
         let rotations = rotations(args.bytes());
         let rows = args.batch * args.columns() * args.page;
         let q = args.batch * args.rows * args.heads * DIM;
-        let mut ids: Vec<i32> = (0..).take(args.batch * args.columns()).collect();
-        Random::new(0x7AB1E).shuffle(&mut ids);
+        let ids = shuffled_pages(args.batch * args.columns());
         Ok(Self {
-            q: normal(args, gpu, &mut normals, q)?,
-            cache: normal(args, gpu, &mut normals, rotations * rows * DIM)?,
+            q: normal(gpu, &mut normals, args.dtype(), q)?,
+            cache: normal(gpu, &mut normals, args.dtype(), rotations * rows * DIM)?,
             table: DeviceBuffer::from_host(&gpu.stream, &ids)?,
             rotations,
         })
@@ -220,33 +216,6 @@ impl Tensors {
     }
 }
 
-/// A dense tensor that starts at an element.
-fn at(field: &'static str, shape: &[usize], start: usize) -> Result<Strided, attn_core::Error> {
-    let dense = Strided::contiguous(field, shape)?;
-    Strided::new(field, shape, dense.strides(), start)
-}
-
-/// Device memory full of normal values.
-fn normal(
-    args: &Args,
-    gpu: &Gpu,
-    normals: &mut Normals,
-    elements: usize,
-) -> Result<DeviceBuffer, Error> {
-    let mut buffer = gpu.engine.alloc(elements * args.dtype().size())?;
-    let mut at = 0;
-    for piece in normals.pieces(elements) {
-        if args.f16 {
-            let narrow: Vec<f16> = piece.iter().map(|x| f16::from_f32(x.to_f32())).collect();
-            buffer.copy_from_host_at(&gpu.stream, at, &narrow)?;
-        } else {
-            buffer.copy_from_host_at(&gpu.stream, at, piece)?;
-        }
-        at += piece.len();
-    }
-    Ok(buffer)
-}
-
 /// The relative error of the first, the middle and the last sequence against the naive kernel's.
 fn check(
     args: &Args,
@@ -260,7 +229,7 @@ fn check(
     let elements: usize = shape.iter().product();
     let mut sequences = vec![0, args.batch / 2, args.batch - 1];
     sequences.dedup();
-    let (mut difference, mut size) = (0.0, 0.0);
+    let mut error = RelativeError::default();
     for sequence in sequences {
         let plan = planner.oracle(args.spec(1).map_err(|error| error.to_string())?)?;
         let mut buffer = gpu.engine.alloc(elements * args.dtype().size()).map_err(text)?;
@@ -272,17 +241,10 @@ fn check(
         let want = values(args, gpu, &buffer, 0, elements).map_err(text)?;
         let got = values(args, gpu, output, sequence * elements, elements).map_err(text)?;
         for (got, want) in got.into_iter().zip(want) {
-            difference += (got - want).powi(2);
-            size += want.powi(2);
+            error.add(got, want);
         }
     }
-    let error = (difference / size).sqrt();
-    if error <= LIMIT {
-        return Ok(error);
-    }
-    Err(format!(
-        "relative error: expected at most {LIMIT}, got {error:.3e}; a wrong kernel is not timed"
-    ))
+    error.within(LIMIT)
 }
 
 /// Elements of an output, widened.
@@ -304,8 +266,6 @@ fn values(
 
 #[cfg(test)]
 mod tests {
-    use attn_core::{Bytes, CudaCaps, DeviceCaps, HostCaps};
-
     use super::*;
 
     const ARGS: Args = Args { heads: 128, batch: 32, keys: 4096, rows: 1, page: 64, f16: false };
@@ -321,14 +281,7 @@ mod tests {
 
     #[test]
     fn step_is_taken_by_the_latent_kernel_of_a_hopper() {
-        let cuda = CudaCaps {
-            name: "a Hopper".to_owned(),
-            compute: (9, 0),
-            sm_count: 132,
-            smem_per_block: Bytes(227 << 10),
-            memory: Bytes(141 << 30),
-        };
-        let caps = DeviceCaps { host: HostCaps::default(), cuda: Some(cuda) };
+        let caps = crate::device::tests::hopper();
         for (heads, rows, page) in [(16, 1, 1), (128, 1, 64), (128, 4, 16)] {
             let args = Args { heads, rows, page, ..ARGS };
             let problem = Problem::new(args.spec(args.batch).unwrap()).unwrap();

@@ -3,12 +3,12 @@
 //! The invariant: standard output carries the protocol and nothing else, one JSON object a line, and every case gets
 //! an answer: times, or an error. A case is timed only after its output agreed with the naive kernel's.
 
-mod check;
+pub(crate) mod check;
 pub(crate) mod clock;
 pub(crate) mod latent;
 pub(crate) mod normals;
 mod request;
-mod setup;
+pub(crate) mod setup;
 mod workload;
 
 use std::io::{self, BufRead, Write};
@@ -86,7 +86,7 @@ pub(crate) fn run(args: &Args) -> Result<(), WorkerError> {
     Ok(())
 }
 
-fn say(line: &Value) -> io::Result<()> {
+pub(crate) fn say(line: &Value) -> io::Result<()> {
     let out = &mut io::stdout().lock();
     writeln!(out, "{line}")?;
     out.flush()
@@ -212,7 +212,7 @@ impl<'a> Worker<'a> {
 }
 
 /// Adds the fields of one object to another.
-fn merge(line: &mut Value, more: Value) {
+pub(crate) fn merge(line: &mut Value, more: Value) {
     if let (Value::Object(line), Value::Object(more)) = (line, more) {
         line.extend(more);
     }

@@ -11,6 +11,7 @@ use attn_core::{
 use attn_kernels::Error;
 use attn_kernels::cuda::{self, DeviceBuffer, DeviceTensor, DeviceTensorMut, DeviceView};
 use attn_reference::random::Random;
+use half::f16;
 
 use super::normals::{Normals, in_e4m3};
 use super::request::Heads;
@@ -119,7 +120,7 @@ impl Pool {
 }
 
 /// Device memory full of normal values in bf16, or in fp8 as the peers make them: bf16 rounded once more.
-fn normal(
+pub(crate) fn normal(
     gpu: &Gpu,
     normals: &mut Normals,
     dtype: DType,
@@ -130,6 +131,9 @@ fn normal(
     for piece in normals.pieces(elements) {
         if dtype.is_fp8() {
             buffer.copy_from_host_at(&gpu.stream, at, &in_e4m3(piece))?;
+        } else if dtype == DType::F16 {
+            let narrow: Vec<f16> = piece.iter().map(|x| f16::from_f32(x.to_f32())).collect();
+            buffer.copy_from_host_at(&gpu.stream, at, &narrow)?;
         } else {
             buffer.copy_from_host_at(&gpu.stream, at, piece)?;
         }
@@ -265,7 +269,11 @@ impl Setup {
         };
         let table = question
             .page_size
-            .map(|size| shuffled_table(gpu, &question.spec.kv_lens, question.columns(size)))
+            .map(|size| {
+                let columns = question.columns(size);
+                let ids = shuffled_pages(question.spec.kv_lens.len() * columns);
+                DeviceBuffer::from_host(&gpu.stream, &ids).map(|table| (table, columns))
+            })
             .transpose()
             .map_err(text)?;
         let block_mask = question
@@ -386,7 +394,11 @@ fn keys_and_values<'a>(
 }
 
 /// A dense tensor that starts at an element.
-fn at(field: &'static str, shape: &[usize], start: usize) -> Result<Strided, attn_core::Error> {
+pub(super) fn at(
+    field: &'static str,
+    shape: &[usize],
+    start: usize,
+) -> Result<Strided, attn_core::Error> {
     let dense = Strided::contiguous(field, shape)?;
     Strided::new(field, shape, dense.strides(), start)
 }
@@ -397,15 +409,11 @@ pub(super) fn rotations(bytes: f64) -> usize {
     (ROTATED_BYTES / bytes.max(1.0)).ceil().clamp(1.0, MAX_ROTATIONS as f64) as usize
 }
 
-/// A block table of `columns` pages a sequence, in random order, and its width.
-fn shuffled_table(
-    gpu: &Gpu,
-    kv_lens: &[usize],
-    columns: usize,
-) -> Result<(DeviceBuffer, usize), Error> {
-    let mut ids: Vec<i32> = (0..).take(kv_lens.len() * columns).collect();
+/// The ids of so many pages in random order, the same every time.
+pub(crate) fn shuffled_pages(pages: usize) -> Vec<i32> {
+    let mut ids: Vec<i32> = (0..).take(pages).collect();
     Random::new(0x7AB1E).shuffle(&mut ids);
-    Ok((DeviceBuffer::from_host(&gpu.stream, &ids)?, columns))
+    ids
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@
 
 use std::ops::Range;
 
+use crate::call::CallLayout;
 use crate::error::Error;
 use crate::layout::CacheLayout;
 use crate::plan::Plan;
@@ -291,6 +292,24 @@ impl Cascade {
         let step = distance / (next - at);
         let first = start.source.checked_sub(step.checked_mul(at)?)?;
         fits(first, step).then_some((first, step))
+    }
+
+    /// Checks that the fp8 scales of a call are one a tensor: a page that sequences share has no scale of each.
+    ///
+    /// # Errors
+    /// [`Error::Layout`] for scales `[batch, kv_heads]`.
+    pub fn check_scales(call: &CallLayout<'_>) -> Result<(), Error> {
+        let scales =
+            [("q_scale", call.q_scale), ("k_scale", call.k_scale), ("v_scale", call.v_scale)];
+        for (field, scale) in scales {
+            if let Some(scale) = scale
+                && scale.shape().len() > 1
+            {
+                let expected = "one scale, for sequences of a cascade share pages";
+                return Err(Error::layout(field, expected, format!("shape {:?}", scale.shape())));
+            }
+        }
+        Ok(())
     }
 
     fn pages_for(&self, tokens: usize) -> usize {

@@ -262,21 +262,12 @@ fn starts_on_16_bytes(size: usize, layout: &Strided) -> bool {
 pub(super) mod tests {
     use std::collections::BTreeSet;
 
-    use attn_core::{Bytes, CudaCaps, HostCaps};
-
     use super::super::super::matrix;
     use super::*;
     use crate::device::Gpu;
 
     pub(crate) fn hopper() -> Selection {
-        let cuda = CudaCaps {
-            name: "a Hopper".to_owned(),
-            compute: (9, 0),
-            sm_count: 132,
-            smem_per_block: Bytes(227 << 10),
-            memory: Bytes(141 << 30),
-        };
-        let caps = DeviceCaps { host: HostCaps::default(), cuda: Some(cuda) };
+        let caps = crate::device::tests::hopper();
         Selection { caps, catalogue: Gpu::catalogue() }
     }
 

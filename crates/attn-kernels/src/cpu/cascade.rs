@@ -10,8 +10,8 @@
 //! rule for f32 does not always allow.
 
 use attn_core::{
-    Bytes, CascadePlan, DType, Error as CoreError, Inputs, KvView, Outputs, Plan, TensorView,
-    TensorViewMut, View, ViewMut,
+    Bytes, Cascade, CascadePlan, DType, Error as CoreError, Inputs, KvView, Outputs, Plan,
+    TensorView, TensorViewMut, View, ViewMut,
 };
 
 use super::engine::CpuEngine;
@@ -73,7 +73,7 @@ impl CpuEngine {
         let problem = plan.cascade().problem();
         inputs.check(problem)?;
         outputs.check(problem)?;
-        check_scales(inputs)?;
+        Cascade::check_scales(&inputs.layout())?;
         let tables = match tables {
             Some(tables) => tables.clone(),
             None => views(plan, inputs)?,
@@ -132,20 +132,6 @@ fn views<'a>(plan: &CascadePlan, inputs: &Inputs<'a>) -> Result<CascadeTables<'a
     let (prefix, suffix) = plan.cascade().table_views(block_table.layout())?;
     let view = |layout| View::new("block_table", block_table.data(), layout);
     Ok(CascadeTables { prefix: view(prefix)?, suffix: view(suffix)? })
-}
-
-/// Checks that scales are of tensors and not of sequences.
-fn check_scales(inputs: &Inputs<'_>) -> Result<(), CoreError> {
-    let scales = [&inputs.q_scale, &inputs.k_scale, &inputs.v_scale];
-    for (field, scale) in ["q_scale", "k_scale", "v_scale"].into_iter().zip(scales) {
-        if let Some(scale) = scale
-            && scale.shape().len() > 1
-        {
-            let expected = "one scale, for sequences of a cascade share pages";
-            return Err(CoreError::layout(field, expected, format!("shape {:?}", scale.shape())));
-        }
-    }
-    Ok(())
 }
 
 /// Scratch as an output of a type.

@@ -13,7 +13,7 @@
 
 use std::sync::Arc;
 
-use attn_core::{CascadePlan, DType, Plan, Problem, Strided};
+use attn_core::{Cascade, CascadePlan, DType, Plan, Problem, Strided};
 use cudarc::driver::CudaStream;
 
 use super::call::{Inputs, KvTensors, Outputs, check_memory};
@@ -187,7 +187,7 @@ impl CudaEngine {
         let problem = cascade.problem();
         inputs.layout().check(problem)?;
         outputs.layout().check(problem)?;
-        check_scales(inputs)?;
+        Cascade::check_scales(&inputs.layout())?;
         let tables = match tables {
             Some(tables) => tables.clone(),
             None => views(plan, inputs)?,
@@ -253,22 +253,6 @@ fn views<'a>(plan: &CascadePlan, inputs: &Inputs<'a>) -> Result<CascadeTables<'a
     let (prefix, suffix) = plan.cascade().table_views(block_table.layout())?;
     let view = |layout: Strided| DeviceView::new("block_table", block_table.memory(), layout);
     Ok(CascadeTables { prefix: view(prefix)?, suffix: view(suffix)? })
-}
-
-/// Checks that scales are of tensors and not of sequences.
-fn check_scales(inputs: &Inputs<'_>) -> Result<(), Error> {
-    for (field, scale) in
-        [("q_scale", &inputs.q_scale), ("k_scale", &inputs.k_scale), ("v_scale", &inputs.v_scale)]
-    {
-        if let Some(scale) = scale
-            && scale.layout().shape().len() > 1
-        {
-            let got = format!("shape {:?}", scale.layout().shape());
-            let expected = "one scale, for sequences of a cascade share pages";
-            return Err(attn_core::Error::layout(field, expected, got).into());
-        }
-    }
-    Ok(())
 }
 
 /// Checks what kernel and merge load rows by, so that the second launch does not refuse what the first one took.
