@@ -58,9 +58,7 @@ static_assert(config::HEAD_DIM % PANEL_COLUMNS == 0 && OWN_COLUMNS == 256);
 
 // Barriers of part of a block (ptx/barrier.cuh).
 enum Meeting : u32 {
-  WEIGHTS_WRITTEN = 1,  // and the next, of each piece: by the first consumer, for the second
-  WEIGHTS_READ = WEIGHTS_WRITTEN + PIECES,  // and back
-  CONSUMERS_MEET,
+  CONSUMERS_MEET = 1,
   OWN,  // and the next: of one consumer alone
 };
 
@@ -76,14 +74,21 @@ struct Block {
   u32 weights;
   u32 full;   // [STAGES], 8 bytes apart
   u32 empty;  // [STAGES]
+  // Of a tile's weights, by the warps of one consumer for the other.
+  u32 written;  // [PIECES]
+  u32 read;
 
-  // `memory`: dynamic; `barriers`: 2 * STAGES of them.
+  static constexpr i32 BARRIERS = 2 * config::STAGES + PIECES + 1;
+
+  // `memory`: dynamic; `barriers`: BARRIERS of them.
   __device__ Block(u32 memory, u32 barriers)
       : queries((memory + tile::SWIZZLE_BYTES - 1) & ~(tile::SWIZZLE_BYTES - 1)),
         tiles(queries + QUERY_BYTES),
         weights(tiles + config::STAGES * TILE_BYTES),
         full(barriers),
-        empty(barriers + config::STAGES * 8) {}
+        empty(full + config::STAGES * 8),
+        written(empty + config::STAGES * 8),
+        read(written + PIECES * 8) {}
 
   // The tiles of a unit are counted; from a count follow stage and parity.
   __device__ static u32 stage_of(i32 count) { return u32(count) % config::STAGES; }
@@ -108,6 +113,11 @@ struct Block {
       ptx::mbarrier_init(full_of(stage), COPYING_WARPS);
       ptx::mbarrier_init(empty_of(stage), config::THREADS / WARP);
     }
+    constexpr u32 CONSUMER_WARPS = WARPGROUP / WARP;
+    for (i32 piece = 0; piece < PIECES; ++piece) {
+      ptx::mbarrier_init(written + u32(piece) * 8, CONSUMER_WARPS);
+    }
+    ptx::mbarrier_init(read, CONSUMER_WARPS);
     ptx::fence_mbarrier_init();
   }
 };

@@ -59,6 +59,12 @@ __device__ inline void multiply_values(const Block& block, i32 count, int piece,
   ptx::wgmma_commit_group();
 }
 
+// Says for the warp that it is done with something.
+__device__ inline void arrive(u32 barrier) {
+  __syncwarp();
+  if (threadIdx.x % WARP == 0) ptx::mbarrier_arrive(barrier);
+}
+
 // Gives a tile back; the warp's products on it have ended.
 __device__ inline void release(const Block& block, i32 count) {
   if (threadIdx.x % WARP == 0) ptx::mbarrier_arrive(block.empty_of(count));
@@ -147,7 +153,7 @@ __device__ void hand_over(const Block& block, i32 count, const Handover& handove
     weights[j] = warp::round_pair(pair[0], pair[1]);
   }
   handover.write(PIECE, weights);
-  ptx::bar_arrive(WEIGHTS_WRITTEN + PIECE, config::THREADS);
+  arrive(block.written + PIECE * 8);
   multiply_values(block, count, PIECE, 0, weights, output);
 }
 
@@ -170,7 +176,7 @@ __device__ inline void weigh(const ForwardParams& p, const Unit& unit, const Blo
     float factor[2];
     softmax.raise(s, factor);
     rescale(factor, output);
-    if (count > 0) ptx::bar_sync(WEIGHTS_READ, config::THREADS);
+    if (count > 0) wait(block.read, u32(count - 1) & 1);
     handover.write_factor(factor);
     softmax.weigh<0, TILES>(s);
     hand_over<0>(block, count, handover, s, output);
@@ -190,15 +196,14 @@ __device__ inline void follow(const Unit& unit, const Block& block, const Handov
     Weights first;
     Weights second;
     float factor[2];
-    ptx::bar_sync(WEIGHTS_WRITTEN, config::THREADS);
+    wait(block.written, u32(count) & 1);
     handover.read_factor(factor);
     handover.read(0, first);
     rescale(factor, output);
     multiply_values(block, count, 0, 1, first, output);
-    ptx::bar_sync(WEIGHTS_WRITTEN + 1, config::THREADS);
+    wait(block.written + 8, u32(count) & 1);
     handover.read(1, second);
-    // After the last tile nobody waits for it.
-    if (count + 1 < tiles) ptx::bar_arrive(WEIGHTS_READ, config::THREADS);
+    arrive(block.read);
     multiply_values(block, count, 1, 1, second, output);
     ptx::wgmma_wait_group<0>();
     release(block, count);

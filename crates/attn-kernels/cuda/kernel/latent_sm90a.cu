@@ -23,7 +23,7 @@ namespace attn::latent {
 __device__ inline void forward(const ForwardParams& p) {
   using namespace config;
   extern __shared__ u8 memory[];
-  __shared__ u64 barriers[2 * STAGES];
+  __shared__ u64 barriers[Block::BARRIERS];
   __shared__ float factors[BLOCK_M];
   __shared__ i64 partial_first;  // partial_starts of the sequence
   // What all threads know alike lives here: accumulators leave few registers.
