@@ -168,7 +168,12 @@ impl Allocation {
     }
 
     /// Copies from the host to the bytes from `start` on.
-    fn upload_at(&self, stream: &CudaStream, start: usize, data: &[u8]) -> Result<(), Error> {
+    pub(crate) fn upload_at(
+        &self,
+        stream: &CudaStream,
+        start: usize,
+        data: &[u8],
+    ) -> Result<(), Error> {
         if data.is_empty() {
             return Ok(());
         }

@@ -19,7 +19,7 @@ namespace attn {
 struct Parts {
   i32 lo;  // keys lo .. hi are those that some row of the sequence sees
   i32 hi;
-  i32 keys;   // of each part but the last, at least 1; part n starts at lo + n * keys
+  i32 keys;   // of each part but the last ones, at least 1; part n starts at lo + n * keys
   i32 count;  // at least 1
 };
 
@@ -31,7 +31,7 @@ __device__ inline Parts parts_of(const ForwardParams& p, const Band& band) {
   // A part longer than all keys means the same as one of their length, and its sums could overflow.
   const i32 even = ceil_div(len, clamp_of(p.split_parts, 1, len));
   parts.keys = min_of(max_of(p.split_keys, even), len);
-  parts.count = ceil_div(len, parts.keys);
+  parts.count = p.flags & FIXED_PARTS ? p.split_parts : ceil_div(len, parts.keys);
   return parts;
 }
 

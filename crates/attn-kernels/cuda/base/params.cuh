@@ -138,6 +138,8 @@ struct ForwardParams {
 constexpr u32 Q_PADDED = 1;
 constexpr u32 KV_PADDED = 2;
 constexpr u32 PAGED = 4;
+// Every sequence has split_parts parts, whatever its length: the last ones may be empty.
+constexpr u32 FIXED_PARTS = 8;
 
 // The union of two attention states over disjoint keys. a, b, o [rows, heads, dim]; LSEs [rows,
 // heads], natural logarithm. `sequence` strides are unused.

@@ -24,7 +24,7 @@ use super::workspace::{Key, Prepared, Ready, Workspace};
 use super::{cluster, config, forward};
 use crate::catalog::catalog;
 use crate::error::Error;
-use crate::launch::{self, DeviceBuffer, Graph, Launch, check_context, failed};
+use crate::launch::{self, Allocation, DeviceBuffer, Graph, Launch, check_context, failed};
 use crate::module::{Function, Modules};
 use crate::spec::{Arch, Entry, KernelSpec};
 use crate::store::KernelStore;
@@ -193,14 +193,64 @@ impl CudaEngine {
             workspace.touch(at);
             return Ok(at);
         }
+        self.check_new(plan, workspace, stream)?;
+        let Built { prepared, partials, counters, tables, .. } =
+            self.build(plan, workspace, stream, false)?;
+        let memory = Arc::clone(&prepared.lengths);
+        // The last step that can fail, for it may write over the lengths of the plan that makes room.
+        if let Err(error) = memory.upload(stream, &tables) {
+            workspace.forget(&memory);
+            return Err(error);
+        }
+        Ok(workspace.insert(stream, prepared, partials, counters))
+    }
+
+    /// Checks that a plan can be prepared on a stream now.
+    pub(crate) fn check_new(
+        &self,
+        plan: &Plan,
+        workspace: &Workspace,
+        stream: &CudaStream,
+    ) -> Result<(), Error> {
+        check_context(&self.context, stream.context())?;
+        workspace.check_stream(stream)?;
         check_plan(plan, &self.caps)?;
         if launch::is_capturing(stream)? {
             let expected = "a plan that was prepared before the capture (`CudaEngine::prepare`)";
-            return Err(Error::Workspace {
-                expected,
-                got: format!("{} for a new problem", plan.kernel),
-            });
+            let got = format!("{} for a new problem", plan.kernel);
+            return Err(Error::Workspace { expected, got });
         }
+        Ok(())
+    }
+
+    /// Checks the tensors of a forward call, and answers whether there is nothing to write.
+    pub(crate) fn check_call(
+        &self,
+        plan: &Plan,
+        inputs: &Inputs<'_>,
+        outputs: &Outputs<'_>,
+        stream: &CudaStream,
+    ) -> Result<bool, Error> {
+        check_context(&self.context, stream.context())?;
+        inputs.layout().check(&plan.problem)?;
+        outputs.layout().check(&plan.problem)?;
+        check_memory(&self.context, inputs.memory().chain(outputs.memory()))?;
+        let is_empty = outputs.layout().o.layout.is_empty();
+        // The naive kernel reads element by element; the tiled ones in chunks.
+        if !is_empty && plan.family != Family::General {
+            forward::check_alignment(inputs, outputs)?;
+        }
+        Ok(is_empty)
+    }
+
+    /// The launch of a plan, with the memory that it takes; nothing is uploaded yet. `is_growing`: lengths may change.
+    pub(crate) fn build(
+        &self,
+        plan: &Plan,
+        workspace: &Workspace,
+        stream: &CudaStream,
+        is_growing: bool,
+    ) -> Result<Built, Error> {
         let config = config::forward(plan)?;
         let (tile, pack) = (config.tile.q, config.pack as usize);
         let (division, split) = match config.spec.entry() {
@@ -208,6 +258,10 @@ impl CudaEngine {
             Entry::Naive => (Division::Rows, Split::Whole),
             Entry::PrefillSm90a => (Division::Ordered { tile, pack }, Split::Whole),
             Entry::Prefill => (Division::Tiles { tile, pack, split: Split::Whole }, Split::Whole),
+            _ if is_growing => {
+                let parts = plan.split.parts(plan.problem.lengths().longest_kv());
+                (Division::Growing { tile, pack, parts }, Split::Parts(parts))
+            }
             _ => (Division::Tiles { tile, pack, split: plan.split }, plan.split),
         };
         let problem = &plan.problem;
@@ -221,12 +275,19 @@ impl CudaEngine {
         let prefixes: &[u8] = bytemuck::cast_slice(&prefixes);
         let tables = [prefixes, bytemuck::cast_slice(entries)].concat();
         let partials = workspace.partials(&self.context, partial_bytes)?;
-        let memory = workspace.lengths(&self.context, tables.len())?;
+        let memory = if is_growing {
+            Allocation::new(&self.context, tables.len())?
+        } else {
+            workspace.lengths(&self.context, tables.len())?
+        };
         let counted = if is_persistent { COUNTER_BYTES } else { lengths.count_bytes()? };
         let counters = workspace.counters(stream, counted)?;
 
         let table = |table| lengths.offset(table).map_or(0, |at| memory.address() + at);
         let mut params = forward::template(problem, config.pack, split);
+        if is_growing {
+            params.flags |= params::FIXED_PARTS;
+        }
         params.q_starts = table(Table::Queries);
         params.kv_starts = table(Table::Keys);
         params.unit_starts = table(Table::Units);
@@ -277,12 +338,7 @@ impl CudaEngine {
             partial_outputs: outputs,
             used: 0,
         };
-        // The last step that can fail, for it may write over the lengths of the plan that makes room.
-        if let Err(error) = memory.upload(stream, &tables) {
-            workspace.forget(&memory);
-            return Err(error);
-        }
-        Ok(workspace.insert(stream, prepared, partials, counters))
+        Ok(Built { prepared, partials, counters, tables, keys: lengths.offset(Table::Keys) })
     }
 
     /// Whether device and driver let launches overlap, in captured graphs too.
@@ -310,20 +366,11 @@ impl CudaEngine {
         workspace: &mut Workspace,
         stream: &Arc<CudaStream>,
     ) -> Result<(), Error> {
-        check_context(&self.context, stream.context())?;
-        let problem = &plan.problem;
-        inputs.layout().check(problem)?;
-        outputs.layout().check(problem)?;
-        check_memory(&self.context, inputs.memory().chain(outputs.memory()))?;
-        if !outputs.layout().o.layout.is_empty() {
-            // The naive kernel reads element by element; the tiled ones in chunks.
-            if plan.family != Family::General {
-                forward::check_alignment(inputs, outputs)?;
-            }
-            let at = self.prepared(plan, workspace, stream)?;
-            return launch_forward(&plan.problem, inputs, outputs, workspace.ready(at), stream);
+        if self.check_call(plan, inputs, outputs, stream)? {
+            return check_plan(plan, &self.caps);
         }
-        check_plan(plan, &self.caps)
+        let at = self.prepared(plan, workspace, stream)?;
+        launch_forward(&plan.problem, inputs, outputs, workspace.ready(at), stream)
     }
 
     /// Captures what `work` launches on `stream`, without running it.
@@ -371,8 +418,19 @@ impl CudaEngine {
     }
 }
 
+/// A launch that is not in a workspace yet.
+pub(crate) struct Built {
+    pub(crate) prepared: Prepared,
+    pub(crate) partials: Option<Arc<Allocation>>,
+    pub(crate) counters: Option<Arc<Allocation>>,
+    /// What is to be uploaded.
+    pub(crate) tables: Vec<u8>,
+    /// Where in it the prefix sums of the keys are.
+    pub(crate) keys: Option<u64>,
+}
+
 /// Launches a prepared plan of a problem that the tensors were checked against.
-fn launch_forward(
+pub(crate) fn launch_forward(
     problem: &Problem,
     inputs: &Inputs<'_>,
     outputs: &Outputs<'_>,

@@ -29,6 +29,16 @@ pub(crate) enum Division {
         /// Parts of the keys.
         split: Split,
     },
+    /// As [`Division::Tiles`] with so many parts of every sequence, whatever its length: what a launch whose lengths grow is
+    /// divided by.
+    Growing {
+        /// Flat rows of a tile.
+        tile: usize,
+        /// Query heads whose rows share a tile.
+        pack: usize,
+        /// Parts of the keys.
+        parts: usize,
+    },
     /// Tiles of `tile` flat rows and all of their keys, which blocks take in an order of the host's
     /// ([`super::order`]).
     Ordered {
@@ -47,8 +57,10 @@ impl Division {
         match self {
             Self::Tiles { .. } | Self::Ordered { .. } if are_equal && !has_parts => &[],
             Self::Tiles { .. } if are_equal => &[Partials],
-            Self::Tiles { .. } if has_parts => &[Queries, Keys, Units, Sequences, Partials],
-            Self::Tiles { .. } => &[Queries, Keys, Units, Sequences],
+            Self::Tiles { .. } | Self::Growing { .. } if has_parts => {
+                &[Queries, Keys, Units, Sequences, Partials]
+            }
+            Self::Tiles { .. } | Self::Growing { .. } => &[Queries, Keys, Units, Sequences],
             Self::Rows => &[Queries, Keys, Units],
             // The list names sequences.
             Self::Ordered { .. } => &[Queries, Keys],
@@ -122,6 +134,9 @@ impl Lengths {
         let (pack, tile, split) = match division {
             Division::Rows => (1, 1, Split::Whole),
             Division::Tiles { tile, pack, split } => (pack.max(1), tile.max(1), split),
+            Division::Growing { tile, pack, parts } => {
+                (pack.max(1), tile.max(1), Split::Parts(parts))
+            }
             Division::Ordered { tile, pack } => (pack.max(1), tile.max(1), Split::Whole),
         };
         let heads = problem.q_heads();
@@ -145,7 +160,10 @@ impl Lengths {
             if i32::try_from(flat).is_err() {
                 return Err(too_many("query rows times packed heads", i32::MAX as usize, flat));
             }
-            let parts = parts(problem, split, sequence);
+            let parts = match division {
+                Division::Growing { parts, .. } => parts.max(1),
+                _ => parts(problem, split, sequence),
+            };
             // Products of counts below 2^31 each, summed over fewer than 2^31 sequences: checked, since only
             // absurd calls come here.
             let of_sequence = [flat.div_ceil(tile), parts];
@@ -178,7 +196,11 @@ impl Lengths {
             _ if is_rows => most,
             _ => return Err(too_many("blocks of the grid", most as usize, blocks)),
         };
-        let uniform = if division == Division::Rows { None } else { uniform(problem, units) };
+        let uniform = match division {
+            // What is in parameters cannot grow.
+            Division::Rows | Division::Growing { .. } => None,
+            _ => uniform(problem, units),
+        };
         let read = division.tables(uniform.is_some(), partials > 0);
         Ok(Self { tables, read, blocks, partial_rows: partials, uniform })
     }
@@ -300,6 +322,16 @@ mod tests {
         assert_eq!((got.blocks, got.partial_rows), (16, 112));
         assert_eq!(got.partial_bytes(64).expect("small"), 112 * 65 * 4);
         assert_eq!(got.count_bytes().expect("small"), 112 * 4);
+    }
+
+    #[test]
+    fn growing_sequences_have_as_many_parts_each_and_tables_for_all() {
+        let division = Division::Growing { tile: 16, pack: 4, parts: 3 };
+        let got = divide(spec(&[1, 1], &[2, 900]), division);
+        assert_eq!(table(&got, Table::Units), [0, 3, 6]);
+        assert_eq!(table(&got, Table::Partials), [0, 24, 48]);
+        let equal = divide(spec(&[1, 1], &[64, 64]), division);
+        assert_eq!((equal.uniform, equal.offset(Table::Keys)), (None, Some(24)));
     }
 
     #[test]

@@ -94,6 +94,7 @@ pub(crate) const Q_PADDED: u32 = 1;
 pub(crate) const KV_PADDED: u32 = 2;
 /// Keys are in pages.
 pub(crate) const PAGED: u32 = 4;
+pub(crate) const FIXED_PARTS: u32 = 8;
 
 /// A forward call; see the device header for each field.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -165,6 +165,30 @@ impl Workspace {
         }
     }
 
+    /// What a launch that the workspace does not keep uses of it: so many bytes of partial results and of counters.
+    pub(crate) fn ready_for<'w>(
+        &'w mut self,
+        prepared: &'w Prepared,
+        needs: [usize; 2],
+    ) -> Result<Ready<'w>, Error> {
+        for (memory, needs) in [&self.partials, &self.counters].into_iter().zip(needs) {
+            let has = memory.as_ref().map_or(0, |memory| memory.bytes());
+            if has < needs {
+                let expected = "the workspace that the plan was made with";
+                return Err(Error::Workspace {
+                    expected,
+                    got: format!("one with {has} of {needs} bytes"),
+                });
+            }
+        }
+        Ok(Ready {
+            prepared,
+            partials: self.partials.as_ref(),
+            counters: self.counters.as_ref(),
+            maps: &mut self.maps,
+        })
+    }
+
     /// Memory for the lengths of one more plan: what a plan left, or that of the least recently used one, where it is
     /// large enough and nothing else uses it.
     pub(crate) fn lengths(
@@ -219,6 +243,22 @@ impl Workspace {
         }
     }
 
+    /// Takes in memory that a launch needs.
+    pub(crate) fn take(
+        &mut self,
+        stream: &Arc<CudaStream>,
+        partials: Option<Arc<Allocation>>,
+        counters: Option<Arc<Allocation>>,
+    ) {
+        self.stream.get_or_insert_with(|| Arc::clone(stream));
+        if partials.is_some() {
+            self.partials = partials;
+        }
+        if counters.is_some() {
+            self.counters = counters;
+        }
+    }
+
     /// Takes in a plan whose lengths are on their way, and answers where it is. Nothing here can fail.
     pub(crate) fn insert(
         &mut self,
@@ -227,13 +267,7 @@ impl Workspace {
         partials: Option<Arc<Allocation>>,
         counters: Option<Arc<Allocation>>,
     ) -> usize {
-        self.stream.get_or_insert_with(|| Arc::clone(stream));
-        if partials.is_some() {
-            self.partials = partials;
-        }
-        if counters.is_some() {
-            self.counters = counters;
-        }
+        self.take(stream, partials, counters);
         self.clock += 1;
         prepared.used = self.clock;
         self.spare.retain(|memory| !Arc::ptr_eq(memory, &prepared.lengths));

@@ -10,6 +10,7 @@ mod capture;
 mod cascade;
 mod errors;
 mod forward;
+mod growing;
 mod memory;
 mod pages;
 mod repeat;
