@@ -47,6 +47,8 @@ enum Verb {
     Memory(memory::Args),
     /// Time the CPU engine beside PyTorch, candle-nn, a matrix product and a memory read.
     Peers(peers::Args),
+    /// Time a decode step that attends to new keys and stores them in one launch, beside two, on the first CUDA device.
+    StepBench(worker::step::Args),
     /// Judge engines, instruction sets and strategies by the error rule, and record it.
     Validate(validate::Args),
     /// Answer a benchmark's questions, one JSON line each, beside its other contestants.
@@ -65,6 +67,7 @@ fn main() -> ExitCode {
         Verb::Demo(args) => demo::run(&args).map_err(failed),
         Verb::Kernels(args) => kernels::run(&args).map_err(failed),
         Verb::LatentBench(args) => worker::latent::run(&args).map_err(failed),
+        Verb::StepBench(args) => worker::step::run(&args).map_err(failed),
         Verb::Memory(args) => memory::run(&args).map_err(failed),
         Verb::Peers(args) => peers::run(&args).map_err(failed),
         Verb::Validate(args) => validate::run(&args).map_err(failed),

@@ -9,6 +9,7 @@ pub(crate) mod latent;
 pub(crate) mod normals;
 mod request;
 pub(crate) mod setup;
+pub(crate) mod step;
 mod workload;
 
 use std::io::{self, BufRead, Write};

@@ -7,7 +7,7 @@
 //! | kernel | engine | family | q | k, v | head and value dims | rows a sequence | not |
 //! |---|---|---|---|---|---|---|---|
 //! | `cuda_latent_sm90a` | cuda | decode | f16 bf16 | as q, latent rows | 576 and 512 | any | dense keys, an fp8 cache |
-//! | `cuda_decode_sm90a` | cuda | decode | f16 bf16 | as q, or fp8 | multiples of 8 to 128 | at most 16 | batch invariance |
+//! | `cuda_decode_sm90a` | cuda | decode | f16 bf16 | as q, or fp8 | multiples of 8 to 128 | at most 16 | |
 //! | `cuda_decode` | cuda | decode | f16 bf16 | as q, or fp8 | multiples of 8 to 256 | at most 16 | |
 //! | `cuda_prefill_sm90a` | cuda | prefill | f16 bf16 e4m3 | as q | multiples of 8 to 256, e4m3 of 16 | any | an fp8 cache of wider queries, pages of no multiple of 8 rows |
 //! | `cuda_prefill` | cuda | prefill | f16 bf16 | as q, or fp8 | multiples of 8 to 256 | any | |
@@ -103,8 +103,6 @@ const CATALOG: &[KernelDesc] = &[
         max_query_rows: Some(16),
         // A block takes a multiprocessor.
         most_units: Some(1),
-        // Parts and clusters are as many as fill the device.
-        features: TILED.without(Feature::UnalignedPages).without(Feature::BatchInvariant),
         min_compute: Some((9, 0)),
         max_compute: Some((9, 0)),
         tiles: crate::cuda::config::decode_sm90a_tiles,

@@ -29,6 +29,7 @@ macro_rules! embed {
 
 /// Sorted by path, as the hash of the sources wants it.
 static FILES: &[SourceFile] = embed! {
+    "attn/append.cuh"
     "attn/band.cuh"
     "attn/block_mask.cuh"
     "attn/consume_sm90a.cuh"

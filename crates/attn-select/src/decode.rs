@@ -44,8 +44,10 @@ pub(crate) fn fit(
     match (kernel.engine, &call.caps.cuda) {
         (Engine::Cuda, Some(device)) => {
             let (tile, shared_memory) = heuristics::device_tile(kernel, problem, device)?;
+            // How many a batch has is no business of a sequence whose bits must not depend on it.
             if let Some(most) = kernel.most_units
                 && standard == Standard::Fastest
+                && !call.options().batch_invariant
             {
                 let room = most.saturating_mul(device.sm_count as usize);
                 let (units, tiles) = (

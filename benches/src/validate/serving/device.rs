@@ -1,10 +1,10 @@
 //! Pages on a device, and the CUDA engine: what is written, copied and attended never leaves it.
 
-use attn_core::{CacheLayout, DType, Plan, Problem};
+use attn_core::{CacheLayout, DType, Family, Plan, Problem};
 use attn_kernels::Error;
 use attn_kernels::cuda::{
     AppendKv, CacheMut, DeviceBuffer, DeviceTensor, DeviceTensorMut, DeviceView, DeviceViewMut,
-    Inputs, KvTensors, Outputs, Workspace,
+    Inputs, KvTensors, Outputs, Pages as StepPages, Workspace,
 };
 use attn_paged::BlockCopy;
 use half::bf16;
@@ -69,6 +69,7 @@ impl<'g> DevicePages<'g> {
     fn run(
         &mut self,
         plan: &Plan,
+        new: Option<&[Vec<bf16>; 2]>,
         q: &[bf16],
         table: &[i32],
         o: &mut [bf16],
@@ -80,22 +81,32 @@ impl<'g> DevicePages<'g> {
         let list = DeviceBuffer::from_host(stream, table)?;
         let mut o_there = DeviceBuffer::from_host(stream, o)?;
         let mut lse_there = DeviceBuffer::from_host(stream, lse)?;
-        let shape = setting.shape(setting.pages);
-        let tensor = |field, buffer| DeviceTensor::contiguous(field, buffer, DType::BF16, &shape);
         let width = table.len() / batch.max(1);
-        let kv = KvTensors::Paged {
-            k_cache: tensor("k_cache", &cache[0])?,
-            v_cache: tensor("v_cache", &cache[1])?,
-            block_table: DeviceView::contiguous("block_table", &list, &[batch, width])?,
-            stamp: layout.id(),
-        };
+        let block_table = DeviceView::contiguous("block_table", &list, &[batch, width])?;
         let shape = [rows, Q_HEADS, DIM];
-        let inputs = Inputs::new(DeviceTensor::contiguous("q", &q, DType::BF16, &shape)?, kv);
+        let q = DeviceTensor::contiguous("q", &q, DType::BF16, &shape)?;
         let mut outputs = Outputs {
             o: DeviceTensorMut::contiguous("o", &mut o_there, DType::BF16, &shape)?,
             lse: Some(DeviceViewMut::contiguous("lse", &mut lse_there, &[rows, Q_HEADS])?),
         };
-        engine.forward(plan, &inputs, &mut outputs, workspace, stream)?;
+        if let Some([k, v]) = new {
+            let (k, v) = (DeviceBuffer::from_host(stream, k)?, DeviceBuffer::from_host(stream, v)?);
+            let shape = [rows, KV_HEADS, DIM];
+            let of = |field, buffer| DeviceTensor::contiguous(field, buffer, DType::BF16, &shape);
+            let call = Inputs::dense(q, of("k", &k)?, of("v", &v)?);
+            let mut pages = StepPages { cache: tensors(setting, layout, cache)?, block_table };
+            engine.forward_append(plan, &call, &mut pages, &mut outputs, workspace, stream)?;
+        } else {
+            let shape = setting.shape(setting.pages);
+            let of = |field, buffer| DeviceTensor::contiguous(field, buffer, DType::BF16, &shape);
+            let kv = KvTensors::Paged {
+                k_cache: of("k_cache", &cache[0])?,
+                v_cache: of("v_cache", &cache[1])?,
+                block_table,
+                stamp: layout.id(),
+            };
+            engine.forward(plan, &Inputs::new(q, kv), &mut outputs, workspace, stream)?;
+        }
         o.copy_from_slice(&o_there.to_host(stream, o.len())?);
         lse.copy_from_slice(&lse_there.to_host(stream, lse.len())?);
         Ok(())
@@ -159,6 +170,25 @@ impl Pages for DevicePages<'_> {
     ) -> Result<(), String> {
         let caps = self.gpu.engine.caps();
         let plan = attn_select::choose(problem, &caps, Gpu::catalogue()).map_err(text)?;
-        self.run(&plan, q, table, o, lse).map_err(text)
+        self.run(&plan, None, q, table, o, lse).map_err(text)
+    }
+
+    fn append_and_attend(
+        &mut self,
+        problem: &Problem,
+        new: &[Vec<bf16>; 2],
+        q: &[bf16],
+        table: &[i32],
+        o: &mut [bf16],
+        lse: &mut [f32],
+    ) -> Result<bool, String> {
+        let caps = self.gpu.engine.caps();
+        let plan = attn_select::choose(problem, &caps, Gpu::catalogue()).map_err(text)?;
+        // Kernels for many rows do not append.
+        if plan.family != Family::Decode {
+            return Ok(false);
+        }
+        self.run(&plan, Some(new), q, table, o, lse).map_err(text)?;
+        Ok(true)
     }
 }

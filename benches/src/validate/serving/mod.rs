@@ -121,6 +121,18 @@ pub(super) trait Pages {
         o: &mut [bf16],
         lse: &mut [f32],
     ) -> Result<(), String>;
+    /// As [`Pages::attend`] with the new rows written first, by one launch where there is one that does; the answer is whether.
+    fn append_and_attend(
+        &mut self,
+        _problem: &Problem,
+        _new: &[Vec<bf16>; 2],
+        _q: &[bf16],
+        _table: &[i32],
+        _o: &mut [bf16],
+        _lse: &mut [f32],
+    ) -> Result<bool, String> {
+        Ok(false)
+    }
 }
 
 /// A sequence that is served.
@@ -143,6 +155,8 @@ struct Loop<'p> {
     random: Random,
     /// Blocks ran out: something must go.
     is_full: bool,
+    /// Every other step stores its rows by the launch that attends.
+    is_turn: bool,
 }
 
 /// Runs a setting's steps, each of which counts as one call; stops at the first that fails, for later ones would build on
@@ -189,6 +203,7 @@ impl<'p> Loop<'p> {
             away: Vec::new(),
             random: Random::new(setting.page_size as u64),
             is_full: false,
+            is_turn: false,
         })
     }
 
@@ -339,7 +354,6 @@ impl<'p> Loop<'p> {
         if seqs.is_empty() {
             return Ok(0.0);
         }
-        self.pages.append(&slots, &new[0], &new[1])?;
         let mut spec = ProblemSpec::new(DType::BF16, Q_HEADS, KV_HEADS, DIM, &q_lens, &kv_lens);
         (spec.causal, spec.window_left) = (true, self.setting.window);
         let dense = Problem::new(spec.clone()).map_err(text)?;
@@ -355,7 +369,14 @@ impl<'p> Loop<'p> {
         let rows = dense.lengths().total_q();
         let mut o = vec![bf16::NAN; rows * Q_HEADS * DIM];
         let mut lse = vec![f32::NAN; rows * Q_HEADS];
-        self.pages.attend(&paged, &q, &table, &mut o, &mut lse)?;
+        let (o_out, lse_out) = (&mut o, &mut lse);
+        self.is_turn = !self.is_turn;
+        let is_stored = self.is_turn
+            && self.pages.append_and_attend(&paged, &new, &q, &table, o_out, lse_out)?;
+        if !is_stored {
+            self.pages.append(&slots, &new[0], &new[1])?;
+            self.pages.attend(&paged, &q, &table, &mut o, &mut lse)?;
+        }
         for live in &mut self.live {
             live.stored = live.story.len();
             self.allocator.commit(live.seq, live.stored).map_err(text)?;

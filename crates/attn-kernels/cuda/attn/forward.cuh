@@ -11,6 +11,7 @@
 
 #pragma once
 
+#include "attn/append.cuh"
 #include "attn/exchange.cuh"
 #include "attn/hide.cuh"
 #include "attn/merge.cuh"
@@ -83,6 +84,9 @@ __device__ void forward(const ForwardParams& p) {
   }
   ptx::griddepcontrol_wait<__CUDA_ARCH__>();
   ptx::griddepcontrol_launch_dependents<__CUDA_ARCH__>();
+  if constexpr (HAS_PARTS && IS_PAGED && !IS_FP8) {
+    if (p.k_new.data != nullptr && append_rows(p, unit, keys)) __syncthreads();
+  }
   const i32 team = thread / TEAM_THREADS;
   const i32 warp = thread % TEAM_THREADS / WARP;
   const u32 queries = tile::shared_address(memory);

@@ -74,7 +74,7 @@ struct Block {
   u32 weights;
   u32 full;   // [STAGES], 8 bytes apart
   u32 empty;  // [STAGES]
-  // Of a tile's weights, by the warps of one consumer for the other.
+  // Of a tile's weights, by the threads of one consumer for the other.
   u32 written;  // [PIECES]
   u32 read;
 
@@ -113,11 +113,10 @@ struct Block {
       ptx::mbarrier_init(full_of(stage), COPYING_WARPS);
       ptx::mbarrier_init(empty_of(stage), config::THREADS / WARP);
     }
-    constexpr u32 CONSUMER_WARPS = WARPGROUP / WARP;
     for (i32 piece = 0; piece < PIECES; ++piece) {
-      ptx::mbarrier_init(written + u32(piece) * 8, CONSUMER_WARPS);
+      ptx::mbarrier_init(written + u32(piece) * 8, WARPGROUP);
     }
-    ptx::mbarrier_init(read, CONSUMER_WARPS);
+    ptx::mbarrier_init(read, WARPGROUP);
     ptx::fence_mbarrier_init();
   }
 };

@@ -59,12 +59,6 @@ __device__ inline void multiply_values(const Block& block, i32 count, int piece,
   ptx::wgmma_commit_group();
 }
 
-// Says for the warp that it is done with something.
-__device__ inline void arrive(u32 barrier) {
-  __syncwarp();
-  if (threadIdx.x % WARP == 0) ptx::mbarrier_arrive(barrier);
-}
-
 // Gives a tile back; the warp's products on it have ended.
 __device__ inline void release(const Block& block, i32 count) {
   if (threadIdx.x % WARP == 0) ptx::mbarrier_arrive(block.empty_of(count));
@@ -153,7 +147,7 @@ __device__ void hand_over(const Block& block, i32 count, const Handover& handove
     weights[j] = warp::round_pair(pair[0], pair[1]);
   }
   handover.write(PIECE, weights);
-  arrive(block.written + PIECE * 8);
+  ptx::mbarrier_arrive(block.written + PIECE * 8);
   multiply_values(block, count, PIECE, 0, weights, output);
 }
 
@@ -203,7 +197,7 @@ __device__ inline void follow(const Unit& unit, const Block& block, const Handov
     multiply_values(block, count, 0, 1, first, output);
     wait(block.written + 8, u32(count) & 1);
     handover.read(1, second);
-    arrive(block.read);
+    ptx::mbarrier_arrive(block.read);
     multiply_values(block, count, 1, 1, second, output);
     ptx::wgmma_wait_group<0>();
     release(block, count);

@@ -126,12 +126,12 @@ struct Row {
     for (i32 part = lane + WARP; part < parts; part += WARP) max = fmaxf(max, lse_of(part));
     max = fmaxf(tile::warp::max(max), sink);
     const float own_share = share_of(own, max);
-    float sum = own_share;
-    for (i32 part = lane + WARP; part < parts; part += WARP) sum += share_of(lse_of(part), max);
-    const Join all(max, tile::warp::sum(sum), sink);
+    float lse = 0.0f;
     for (i32 slab = 0; slab < p.value_dim; slab += SLAB) {
       Four o = {};
       float share = own_share;
+      // In the order of the parts, as attn/exchange.cuh sums them: its bits are those of this.
+      float sum = 0.0f;
       for (i32 start = 0; start < parts; start += AHEAD) {
         if (slab + start > 0) load(p, slab, start, loaded);
         if (start > 0) share = share_of(lse_of(start + lane), max);
@@ -139,9 +139,13 @@ struct Row {
         for (int i = 0; i < AHEAD; ++i) {
           // Few parts are most common. A lane past the last one has no share.
           if (i % 8 == 0 && start + i >= parts) break;
-          o.add(__shfl_sync(~0u, share, i), loaded[i]);
+          const float own = __shfl_sync(~0u, share, i);
+          sum += own;
+          o.add(own, loaded[i]);
         }
       }
+      const Join all(max, sum, sink);
+      lse = all.lse;
       const i32 column = slab + lane * COLUMNS;
       if (column < p.value_dim) {
         ptx::st_global_v2_b32(query_row<u16>(p.o, unit, position, head) + column,
@@ -150,7 +154,7 @@ struct Row {
       }
     }
     if (p.lse.data != nullptr && lane == 0) {
-      *query_row<float>(p.lse, unit, position, head) = all.lse;
+      *query_row<float>(p.lse, unit, position, head) = lse;
     }
   }
 };

@@ -132,6 +132,10 @@ struct ForwardParams {
   i32 reserved;
   // The sequences in the order in which blocks take them, [batch].
   const i64* sequences;
+  // Rows for the last keys of each sequence, one a query row, which the decode kernels write to
+  // their pages first (attn/append.cuh); null where all keys are there.
+  Rows k_new;
+  Rows v_new;
 };
 
 // Bits of ForwardParams::flags.
@@ -195,7 +199,7 @@ struct CopyBlocksParams {
   i32 v_bytes;
 };
 
-static_assert(sizeof(ForwardParams) == 672 && sizeof(MergeStatesParams) == 208);
+static_assert(sizeof(ForwardParams) == 736 && sizeof(MergeStatesParams) == 208);
 static_assert(sizeof(AppendParams) == 288 && sizeof(CopyBlocksParams) == 104);
 
 }  // namespace attn

@@ -1,7 +1,8 @@
 //! How many neighbouring parts of the keys share a cluster, whose blocks join them.
 //!
 //! The invariant: a cluster holds parts of one unit, and all clusters of a launch run at one time: what waits for room for
-//! a whole cluster waits much longer than a block does.
+//! a whole cluster waits much longer than a block does. Of a call whose bits must not depend on the batch a cluster has all parts
+//! of a unit or one, since these come to the same sums (`cuda/attn/merge.cuh`).
 
 use attn_core::{Problem, Split};
 
@@ -27,8 +28,9 @@ pub(super) fn blocks(
     }
     let parts = parts(problem, split, 0);
     let rows = problem.lengths().longest_q().saturating_mul(problem.group());
-    // All of them, of any number; else some.
-    let is_worth = rows >= MANY_ROWS;
+    // All of them, of any number; else some, which are joined before the others: other sums than of all at once, which bits
+    // that no batch mate changes do not allow.
+    let is_worth = rows >= MANY_ROWS && !problem.options().batch_invariant;
     let halves = (1..=MOST_CLUSTER.ilog2()).rev().map(|power| 1 << power);
     let some = halves.filter(|&blocks| is_worth && parts.is_multiple_of(blocks as usize));
     let all = u32::try_from(parts).ok().filter(|parts| (2..=MOST_CLUSTER).contains(parts));

@@ -20,6 +20,7 @@ use super::lengths::{Division, Lengths, Table};
 use super::maps;
 use super::order::{COUNTER_BYTES, Order};
 use super::params::{self, Divisor};
+use super::step::{self, NewRows, Pages};
 use super::workspace::{Key, Prepared, Ready, Workspace};
 use super::{cluster, config, forward};
 use crate::catalog::catalog;
@@ -370,7 +371,37 @@ impl CudaEngine {
             return check_plan(plan, &self.caps);
         }
         let at = self.prepared(plan, workspace, stream)?;
-        launch_forward(&plan.problem, inputs, outputs, workspace.ready(at), stream)
+        launch_forward(&plan.problem, inputs, outputs, None, workspace.ready(at), stream)
+    }
+
+    /// Writes the last keys and values of each sequence to their pages and runs a decode plan over all of them, in one launch.
+    ///
+    /// `call` is as for [`CudaEngine::forward`], but its keys and values are the new rows alone, one for each query row: row `i`
+    /// of a sequence is its key `kv_len - q_len + i`, whose place `pages` says. A key whose page is outside the cache is not
+    /// written, as [`CudaEngine::append_kv`] does not, and its sequence answers NaN. The new rows must not lie in the cache.
+    ///
+    /// Keys are written as they are: one that has a rotary embedding has been turned before.
+    ///
+    /// # Errors
+    /// As [`CudaEngine::forward`] and [`CudaEngine::append_kv`]; [`Error::Plan`] for a kernel other than `cuda_decode` and
+    /// `cuda_decode_sm90a`; [`Error::Call`] for fp8 or padded rows, a sequence with more rows than keys, and no query heads.
+    pub fn forward_append(
+        &self,
+        plan: &Plan,
+        call: &Inputs<'_>,
+        pages: &mut Pages<'_>,
+        outputs: &mut Outputs<'_>,
+        workspace: &mut Workspace,
+        stream: &Arc<CudaStream>,
+    ) -> Result<(), Error> {
+        let (new, inputs) = step::split(plan, call, pages)?;
+        let is_empty = self.check_call(plan, &inputs, outputs, stream)?;
+        check_memory(&self.context, new.memory())?;
+        if is_empty {
+            return check_plan(plan, &self.caps);
+        }
+        let at = self.prepared(plan, workspace, stream)?;
+        launch_forward(&plan.problem, &inputs, outputs, Some(&new), workspace.ready(at), stream)
     }
 
     /// Captures what `work` launches on `stream`, without running it.
@@ -434,6 +465,7 @@ pub(crate) fn launch_forward(
     problem: &Problem,
     inputs: &Inputs<'_>,
     outputs: &Outputs<'_>,
+    new: Option<&NewRows<'_>>,
     ready: Ready<'_>,
     stream: &CudaStream,
 ) -> Result<(), Error> {
@@ -446,7 +478,11 @@ pub(crate) fn launch_forward(
     }
     params.counter = counters.map_or(0, |counters| counters.address());
     let own = [Some(&prepared.lengths), counters, partials];
-    let memory = || inputs.memory().chain(outputs.memory());
+    if let Some(new) = new {
+        (params.k_new, params.v_new) = new.rows();
+    }
+    let appended = new.into_iter().flat_map(NewRows::memory);
+    let memory = || inputs.memory().chain(outputs.memory()).chain(appended.clone());
     Captures::shared().hold([&prepared.function].into_iter(), own.into_iter().flatten(), memory());
     let forward = Launch {
         cluster: prepared.cluster,

@@ -97,6 +97,8 @@ pub(crate) fn template(problem: &Problem, pack: u32, split: Split) -> ForwardPar
         most_visits: 0,
         reserved: 0,
         sequences: 0,
+        k_new: none,
+        v_new: none,
     }
 }
 
@@ -179,7 +181,7 @@ pub(crate) fn check_alignment(inputs: &Inputs<'_>, outputs: &Outputs<'_>) -> Res
     Ok(())
 }
 
-fn is_aligned(address: u64, tensor: Operand<'_>) -> bool {
+pub(crate) fn is_aligned(address: u64, tensor: Operand<'_>) -> bool {
     let layout = tensor.layout;
     let Some((_, leading)) = layout.strides().split_last() else {
         return true;

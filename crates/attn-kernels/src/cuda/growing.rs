@@ -9,8 +9,9 @@ use std::sync::Arc;
 use attn_core::{Family, KvStorage, Plan};
 use cudarc::driver::CudaStream;
 
-use super::call::{Inputs, Outputs};
+use super::call::{Inputs, Outputs, check_memory};
 use super::engine::{Built, CudaEngine, launch_forward};
+use super::step::{self, Pages};
 use super::workspace::{Prepared, Workspace};
 use crate::error::Error;
 use crate::launch::{self, check_context};
@@ -126,12 +127,37 @@ impl CudaEngine {
         stream: &Arc<CudaStream>,
     ) -> Result<(), Error> {
         growing.check_stream(stream)?;
-        let problem = &growing.plan.problem;
         if self.check_call(&growing.plan, inputs, outputs, stream)? {
             return Ok(());
         }
         workspace.check_stream(stream)?;
         let ready = workspace.ready_for(&growing.prepared, growing.needs)?;
-        launch_forward(problem, inputs, outputs, ready, stream)
+        launch_forward(&growing.plan.problem, inputs, outputs, None, ready, stream)
+    }
+
+    /// As [`CudaEngine::forward_growing`], with the last keys of each sequence written first, in the same launch: of the lengths
+    /// that were stated last, which count them. A row without a key, of a sequence with more rows than keys, is not written.
+    ///
+    /// # Errors
+    /// As [`CudaEngine::forward_append`] and [`CudaEngine::forward_growing`].
+    pub fn forward_growing_append(
+        &self,
+        growing: &Growing,
+        call: &Inputs<'_>,
+        pages: &mut Pages<'_>,
+        outputs: &mut Outputs<'_>,
+        workspace: &mut Workspace,
+        stream: &Arc<CudaStream>,
+    ) -> Result<(), Error> {
+        growing.check_stream(stream)?;
+        let (new, inputs) = step::split(&growing.plan, call, pages)?;
+        let is_empty = self.check_call(&growing.plan, &inputs, outputs, stream)?;
+        check_memory(self.context(), new.memory())?;
+        if is_empty {
+            return Ok(());
+        }
+        workspace.check_stream(stream)?;
+        let ready = workspace.ready_for(&growing.prepared, growing.needs)?;
+        launch_forward(&growing.plan.problem, &inputs, outputs, Some(&new), ready, stream)
     }
 }

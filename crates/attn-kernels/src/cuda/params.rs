@@ -146,6 +146,8 @@ pub(crate) struct ForwardParams {
     pub(crate) most_visits: i32,
     pub(crate) reserved: i32,
     pub(crate) sequences: Address,
+    pub(crate) k_new: Rows,
+    pub(crate) v_new: Rows,
 }
 
 /// The union of two attention states.
@@ -226,7 +228,7 @@ mod tests {
 
     #[test]
     fn params_have_the_sizes_that_the_device_asserts() {
-        assert_eq!(size_of::<ForwardParams>(), 672);
+        assert_eq!(size_of::<ForwardParams>(), 736);
         assert_eq!(size_of::<MergeStatesParams>(), 208);
         assert_eq!(size_of::<AppendParams>(), 288);
         assert_eq!(size_of::<CopyBlocksParams>(), 104);

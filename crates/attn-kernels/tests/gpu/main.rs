@@ -14,6 +14,7 @@ mod growing;
 mod memory;
 mod pages;
 mod repeat;
+mod step;
 mod upload;
 
 use std::env;
