@@ -44,11 +44,25 @@ pub(crate) fn fit(
     match (kernel.engine, &call.caps.cuda) {
         (Engine::Cuda, Some(device)) => {
             let (tile, shared_memory) = heuristics::device_tile(kernel, problem, device)?;
-            // How many a batch has is no business of a sequence whose bits must not depend on it.
             if let Some(most) = kernel.most_units
                 && standard == Standard::Fastest
-                && !call.options().batch_invariant
             {
+                // How many units a batch has is no business of a sequence whose bits must not depend on it.
+                if call.options().batch_invariant {
+                    if problem.kv_heads() > heuristics::FEW_HEADS {
+                        let why = "parts that no batch mate changes are many, and of several KV heads smaller blocks share \
+                                   them better";
+                        return Err(Refusal::Slower(why));
+                    }
+                    let split = heuristics::device_decode_split(
+                        kernel,
+                        problem,
+                        tile,
+                        shared_memory,
+                        device,
+                    );
+                    return Ok(Fit { tile, split, shared_memory, reason });
+                }
                 let room = most.saturating_mul(device.sm_count as usize);
                 let (units, tiles) = (
                     heuristics::units(problem),

@@ -257,6 +257,10 @@ const CLUSTER: usize = 16;
 /// for a batch of short ones.
 const INVARIANT: Split = Split::Between { parts: 16, keys: 256 };
 
+/// KV heads up to which parts that depend on no batch are worth whole multiprocessors: of one head 8 sequences of 8k keys take 15.4 us
+/// on them and 18.3 on halves, of eight 85.8 and 73.6, on an H200 (`benches/notes/cuda-decode.md`).
+pub(crate) const FEW_HEADS: usize = 2;
+
 /// How a device decode kernel divides the keys that a sequence sees: as the caller asked, or so that the blocks
 /// fill the device once.
 ///

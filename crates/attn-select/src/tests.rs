@@ -177,6 +177,28 @@ fn decode_rejects_more_rows_than_it_holds() {
 }
 
 #[test]
+fn whole_multiprocessors_take_invariant_calls_of_few_heads() {
+    let mut whole = device_kernel("device_whole", Family::Decode, (9, 0));
+    whole.most_units = Some(1);
+    let catalogue = [whole, device_kernel("device_decode", Family::Decode, (9, 0))];
+    for (batch, (q_heads, kv_heads), kernel) in [
+        (1, (16, 1), "device_whole"),
+        // Of how many mates it has nothing follows.
+        (500, (16, 1), "device_whole"),
+        (1, (32, 8), "device_decode"),
+        (8, (32, 8), "device_decode"),
+    ] {
+        let mut spec = spec(&vec![1; batch], &vec![4096; batch]);
+        (spec.q_heads, spec.kv_heads) = (q_heads, kv_heads);
+        (spec.q_dtype, spec.kv_dtype) = (DType::F16, DType::F16);
+        (spec.options.batch_invariant, spec.options.phase) = (true, Some(Phase::Decode));
+        let problem = Problem::new(spec).expect("valid");
+        let plan = choose(&problem, &machine((9, 0), 227 << 10), &catalogue).expect("taken");
+        assert_eq!(plan.kernel, kernel, "{batch} x {q_heads} over {kv_heads}");
+    }
+}
+
+#[test]
 fn decode_rejects_batch_invariance_unless_forced() {
     let mut spec = spec(&[1], &[4096]);
     spec.options.batch_invariant = true;

@@ -47,7 +47,7 @@ struct Exchange {
   __device__ Exchange(const ForwardParams& p, const Unit& unit, u32 memory)
       : blocks(ptx::cluster_nctaid_x<__CUDA_ARCH__>()),
         rank(ptx::cluster_ctaid_x<__CUDA_ARCH__>()),
-        rows(min_of(i32(u32(unit.rows) * p.pack.value) - unit.first, config::BLOCK_M)),
+        rows(unit.flat_rows(p, config::BLOCK_M)),
         piece(ceil_div(rows * QUADS, i32(blocks))),
         barrier(memory + START) {}
 

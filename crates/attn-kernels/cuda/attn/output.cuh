@@ -124,7 +124,7 @@ __device__ void write_together(const ForwardParams& p, const Unit& unit, i32 tea
   using namespace config;
   // Four more floats a row put rows that lanes write together into different banks.
   constexpr int ROW = VALUE_DIM + 4;
-  const i32 rows = min_of(i32(u32(unit.rows) * p.pack.value) - unit.first, BLOCK_M);
+  const i32 rows = unit.flat_rows(p, BLOCK_M);
   float* maxima = memory + TEAMS * BLOCK_M * ROW;
   float* sums = maxima + TEAMS * BLOCK_M;
 #pragma unroll

@@ -48,6 +48,11 @@ struct Unit {
     return head + first + row - position * i32(p.pack.value);
   }
 
+  // Flat rows of the tile that are written: BLOCK_M or fewer.
+  __device__ i32 flat_rows(const ForwardParams& p, i32 block_m) const {
+    return min_of(i32(u32(rows) * p.pack.value) - first, block_m);
+  }
+
   // The keys that the row at `position` may see, by band and part.
   __device__ Keys keys_at(i32 position) const {
     return {max_of(band.lo(position), keys.lo), min_of(band.hi(position), keys.hi)};
