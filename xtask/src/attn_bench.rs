@@ -1,4 +1,4 @@
-//! The verbs `demo`, `case`, `validate`, `kernels`, `worker`, `cascade-bench` and `latent-bench`: build `attn-bench` in
+//! The verbs `demo`, `case`, `validate`, `kernels`, `worker`, `cascade-bench`, `latent-bench` and `step-bench`: build `attn-bench` in
 //! release, spawn it, pass its exit code on. They differ in one word, hence one file for the seven.
 //!
 //! `cargo run --release -p attn-bench` would do the same but for one thing: a failed build and a
