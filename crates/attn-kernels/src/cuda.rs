@@ -17,6 +17,7 @@
 //! ```
 
 mod append;
+pub(crate) mod backward;
 mod call;
 mod capture;
 mod cascade;

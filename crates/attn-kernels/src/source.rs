@@ -63,6 +63,7 @@ static FILES: &[SourceFile] = embed! {
     "attn/unit.cuh"
     "attn/visit.cuh"
     "attn/write_sm90a.cuh"
+    "base/backward_params.cuh"
     "base/config.cuh"
     "base/config_sm90a.cuh"
     "base/dtype.cuh"
