@@ -63,4 +63,16 @@ __device__ inline u32 atom_acq_rel_gpu_add_u32(u32* to, u32 x) {
   return before;
 }
 
+// ld.acquire.gpu.global.b32: what the block that released this word wrote before is seen after.
+__device__ inline u32 ld_acquire_gpu_global_b32(const u32* from) {
+  u32 x;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+
+// red.release.gpu.global.add.u32: releases what the thread wrote before.
+__device__ inline void red_release_gpu_add_u32(u32* to, u32 x) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+
 }  // namespace attn::ptx
