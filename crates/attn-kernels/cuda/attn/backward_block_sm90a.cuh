@@ -28,8 +28,8 @@ constexpr u32 SLOPE_BYTES = tile_bytes(config::BLOCK_M, config::BLOCK_N);
 constexpr u32 ROW_BYTES = config::BLOCK_M * 4;
 
 // A consumer's part of a tile of dQ: 64 x 64 sums, of other rows than the other consumer's where
-// tiles have 128, else of other columns. It is in memory as its threads hold it, in fours: [16 / 2
-// groups of eight columns][thread][row, its next column, the row 8 below, its next column].
+// tiles have 128, else of other columns. It is in memory as its threads hold it, in fours
+// (SUMS_IN_FOURS), so that neither way meets a bank twice and one copy takes it all.
 constexpr int SUM_EDGE = 64;
 constexpr int SUMS = SUM_EDGE * SUM_EDGE / config::WARPGROUP;
 constexpr u32 SUM_BYTES = SUM_EDGE * SUM_EDGE * 4;

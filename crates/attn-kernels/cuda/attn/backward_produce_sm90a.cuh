@@ -11,7 +11,6 @@
 #include "attn/backward_turn_sm90a.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk.cuh"
-#include "ptx/global.cuh"
 #include "ptx/tma.cuh"
 
 namespace attn {
@@ -90,16 +89,16 @@ __device__ inline void move_sums(const BackwardParams& p, const Block& block, co
       float* const to = p.dq_sum + (head * p.padded_rows + padded) * HEAD_DIM +
                         i64(consumer * (SUM_BYTES / 4));
       if constexpr (IS_DETERMINISTIC) {
-        u32* const turn = p.turns + head * p.turn_stride + padded / TURN_ROWS;
+        u32* const turn = turn_at(p, head, padded);
         const u32 before = u32(rank_of(keys, walk.tile)) * CONSUMERS;
-        while (ptx::ld_acquire_gpu_global_b32(turn) < before) {
+        while (ptx::ld_acquire_gpu_b32(turn) < before) {
         }
         ptx::fence_proxy_async_global();
         ptx::cp_reduce_async_bulk_add_f32(to, sums, SUM_BYTES);
         ptx::cp_async_bulk_commit_group();
         ptx::cp_async_bulk_wait_group<0>();
         ptx::fence_proxy_async_global();
-        ptx::red_release_gpu_add_u32(turn, 1);
+        end_turn(turn);
       } else {
         ptx::cp_reduce_async_bulk_add_f32(to, sums, SUM_BYTES);
         ptx::cp_async_bulk_commit_group();

@@ -9,8 +9,11 @@
 
 #pragma once
 
+#include "attn/backward_rows.cuh"
+#include "attn/band.cuh"
+#include "attn/turns.cuh"
 #include "attn/unit.cuh"
-#include "base/backward_config_sm90a.cuh"
+#include "base/config_backward_sm90a.cuh"
 #include "base/backward_params.cuh"
 
 namespace attn {
@@ -54,10 +57,14 @@ __device__ inline bool is_diagonal(const Band& band) { return band.right >= 0; }
 // Whether all tiles of rows see all tiles of keys.
 __device__ inline bool is_open(const Band& band) { return band.right < 0 && band.left < 0; }
 
-// The tile of keys of block `block`.
-__device__ inline KeyTile key_tile(const BackwardParams& p, u32 block) {
+// The tile of keys of this block, by the order in which blocks begin where one waits for another.
+__device__ inline KeyTile key_tile(const BackwardParams& p) {
   using namespace config;
   const ForwardParams& call = p.call;
+  u32 block = blockIdx.x;
+  if constexpr (IS_DETERMINISTIC) {
+    block = __shfl_sync(~0u, threadIdx.x % WARP == 0 ? take_ticket(p) : 0, 0);
+  }
   const u32 kv_heads = call.group.divide(u32(call.q_heads));
   KeyTile tile;
   u32 units;
@@ -84,10 +91,7 @@ __device__ inline KeyTile key_tile(const BackwardParams& p, u32 block) {
   const bool is_reversed = IS_DETERMINISTIC && is_diagonal(tile.band);
   tile.first = (is_reversed ? i32(units) - 1 - inside : inside) * BLOCK_N;
   tile.stored = p.written_keys >= 0 ? p.written_keys : sequence.kv_len;
-  const i64 row_tiles = p.uniform_tiles.value != 0
-                            ? i64(sequence.index) * p.uniform_tiles.value
-                            : p.tile_starts[sequence.index];
-  tile.padded = row_tiles * ROW_TILE;
+  tile.padded = first_padded_row(p, sequence.index);
 
   tile.lo = 0;
   tile.hi = 0;

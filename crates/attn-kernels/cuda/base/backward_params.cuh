@@ -35,6 +35,9 @@ constexpr i32 TURN_ROWS = 16;
 //          0, the main kernel adds, finish scales and rounds.
 //   turns  u32 [q_heads, padded_rows / TURN_ROWS]: how many tiles of keys have added to dq_sum of a
 //          tile of rows; prepare makes it 0. Unused without DETERMINISTIC.
+//   call.counter u32 [1]: the blocks of the main kernel that have begun; prepare makes it 0.
+// The naive kernel has `factor` in place of dq_sum, and lse2 is the row's largest score, natural: a
+// weight is exp(score - lse2) * factor there.
 // dk and dv are written by the main kernel, rows of padding too: a block sums them over the query
 // heads of its KV head.
 struct BackwardParams {
@@ -43,14 +46,16 @@ struct BackwardParams {
   Rows dq;
   Rows dk;
   Rows dv;
-  // The gradient of the bias, f32, to be added to: the host makes it 0. Broadcast axes have stride
-  // 0. Null where it is not wanted.
+  // The gradient of the bias, f32; broadcast axes have stride 0 and extent 1 in `bias_extents`
+  // [sequence, head, row, key]. Null where it is not wanted. prepare makes it 0 and the main kernel
+  // adds to it, or, with BIAS_LAST, a pass of its own writes it.
   Pairs dbias;
   // The gradient of the sinks, f32 [q_heads]; `data` is written, null where it is not wanted.
   PerHead dsinks;
   float* lse2;
   float* delta;
   float* dq_sum;
+  float* factor;  // f32 [q_heads, padded_rows]; null but for the naive kernel
   u32* turns;
   // [batch + 1]: tiles of ROW_TILE padded rows before each sequence; null where all are equal.
   const i64* tile_starts;
@@ -65,13 +70,20 @@ struct BackwardParams {
   u32 flags;
   // What a launch of several passes is at: backward_naive.
   i32 phase;
+  i32 bias_extents[4];
 };
 
 // Bits of BackwardParams::flags.
 //
 // dq_sum is added to in an order that depends on the problem alone.
 constexpr u32 DETERMINISTIC = 1;
+// The gradient of the bias is left to backward_naive, which sums it in an order of its own.
+constexpr u32 BIAS_LAST = 2;
+// dq_sum is in squares of 64 padded rows and 64 columns, those of a row one after the other, each as
+// a warpgroup product leaves it: [8 columns][16 rows][lane] of four, lane l with columns 2 (l % 4)
+// and the next of rows l / 4 and 8 more.
+constexpr u32 SUMS_IN_FOURS = 4;
 
-static_assert(sizeof(BackwardParams) == sizeof(ForwardParams) + 288);
+static_assert(sizeof(BackwardParams) == sizeof(ForwardParams) + 312);
 
 }  // namespace attn

@@ -5,8 +5,7 @@
 // "FlashAttention-3", arXiv:2407.08608.
 // Tensors: base/backward_params.cuh; q, k, v and the gradient of o through tensor maps of four axes
 // (element, head, row, sequence), boxes of 128 bytes and a tile's rows under a swizzle of 128
-// bytes. Rows of dq_sum are in the order of attn/backward_block_sm90a.cuh, tile by tile of BLOCK_M
-// rows: kernel/backward_finish_sm90a.cu puts them right.
+// bytes. dq_sum is in SUMS_IN_FOURS.
 // Who executes: a block for each tile of keys and KV head, which sums dK and dV over the query
 // heads of the group.
 // Shared-memory map: attn/backward_block_sm90a.cuh.
@@ -31,7 +30,7 @@ __device__ inline void backward_sm90a(const BackwardParams& p, const Maps& maps)
   ptx::griddepcontrol_wait<__CUDA_ARCH__>();
   ptx::griddepcontrol_launch_dependents<__CUDA_ARCH__>();
   // All lanes write the same.
-  if (threadIdx.x < WARP) keys = key_tile(p, blockIdx.x);
+  if (threadIdx.x < WARP) keys = key_tile(p);
   __syncthreads();
   if (threadIdx.x < WARPGROUP) {
     ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();

@@ -13,6 +13,8 @@ pub(crate) const TURN_ROWS: usize = 16;
 
 /// `dq_sum` is added to in an order that depends on the problem alone.
 pub(crate) const DETERMINISTIC: u32 = 1;
+/// The gradient of the bias is left to the naive kernel.
+pub(crate) const BIAS_LAST: u32 = 2;
 
 /// A backward call; see the device header for each field.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -28,6 +30,7 @@ pub(crate) struct BackwardParams {
     pub(crate) lse2: Address,
     pub(crate) delta: Address,
     pub(crate) dq_sum: Address,
+    pub(crate) factor: Address,
     pub(crate) turns: Address,
     pub(crate) tile_starts: Address,
     pub(crate) padded_rows: i64,
@@ -39,6 +42,7 @@ pub(crate) struct BackwardParams {
     pub(crate) written_keys: i32,
     pub(crate) flags: u32,
     pub(crate) phase: i32,
+    pub(crate) bias_extents: [i32; 4],
 }
 
 #[cfg(test)]
@@ -47,6 +51,6 @@ mod tests {
 
     #[test]
     fn params_have_the_size_that_the_device_asserts() {
-        assert_eq!(size_of::<BackwardParams>(), size_of::<ForwardParams>() + 288);
+        assert_eq!(size_of::<BackwardParams>(), size_of::<ForwardParams>() + 312);
     }
 }
