@@ -42,6 +42,7 @@ mod workspace;
 pub use cudarc::driver::{CudaContext, CudaStream};
 
 pub use self::append::{AppendKv, CacheMut, Rotary};
+pub use self::backward::{ForwardResults, Gradients};
 pub use self::call::{Inputs, KvTensors, Outputs};
 pub use self::cascade::{CascadeTables, CascadeWorkspace};
 pub use self::engine::{CudaEngine, instances};

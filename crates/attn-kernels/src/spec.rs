@@ -32,11 +32,19 @@ pub enum Entry {
     AppendKv,
     /// Copies pages of a cache.
     CopyBlocks,
+    /// What a backward needs of each query row, and its sums made 0.
+    BackwardPrepare,
+    /// Tiled gradients of keys and values, and sums of those of queries.
+    Backward,
+    /// The sums of the queries' gradient, scaled and rounded.
+    BackwardFinish,
+    /// Gradients by the definition: accepts every problem that has any.
+    BackwardNaive,
 }
 
 impl Entry {
     /// Every entry.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 13] = [
         Self::Naive,
         Self::Prefill,
         Self::PrefillSm90a,
@@ -46,6 +54,10 @@ impl Entry {
         Self::MergeStates,
         Self::AppendKv,
         Self::CopyBlocks,
+        Self::BackwardPrepare,
+        Self::Backward,
+        Self::BackwardFinish,
+        Self::BackwardNaive,
     ];
 
     /// The name in reports: `merge_states`.
@@ -61,6 +73,10 @@ impl Entry {
             Self::MergeStates => "merge_states",
             Self::AppendKv => "append_kv",
             Self::CopyBlocks => "copy_blocks",
+            Self::BackwardPrepare => "backward_prepare",
+            Self::Backward => "backward",
+            Self::BackwardFinish => "backward_finish",
+            Self::BackwardNaive => "backward_naive",
         }
     }
 
@@ -77,6 +93,10 @@ impl Entry {
             Self::MergeStates => "attn_merge_states",
             Self::AppendKv => "attn_append_kv",
             Self::CopyBlocks => "attn_copy_blocks",
+            Self::BackwardPrepare => "attn_backward_prepare",
+            Self::Backward => "attn_backward",
+            Self::BackwardFinish => "attn_backward_finish",
+            Self::BackwardNaive => "attn_backward_naive",
         }
     }
 
@@ -100,6 +120,10 @@ impl Entry {
             Self::MergeStates => "kernel/merge_states.cu",
             Self::AppendKv => "kernel/append_kv.cu",
             Self::CopyBlocks => "kernel/copy_blocks.cu",
+            Self::BackwardPrepare => "kernel/backward_prepare.cu",
+            Self::Backward => "kernel/backward.cu",
+            Self::BackwardFinish => "kernel/backward_finish.cu",
+            Self::BackwardNaive => "kernel/backward_naive.cu",
         }
     }
 }

@@ -277,7 +277,8 @@ __device__ inline void backward_tiles(const BackwardParams& p) {
   const u32 base = tile::shared_address(memory);
   const bool is_ordered = p.flags & DETERMINISTIC;
   const bool is_sparse = IS_GENERAL && p.call.block_mask.data != nullptr;
-  const i32 group = i32(p.call.group.value);
+  // None where there are no query heads.
+  const i32 group = p.call.q_heads == 0 ? 0 : i32(p.call.group.value);
   const i32 head_end = (unit.kv_head + 1) * group;
   const WarpPlace at;
 

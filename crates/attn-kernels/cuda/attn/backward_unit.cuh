@@ -53,7 +53,7 @@ template <int BLOCK_M, int BLOCK_N>
 __device__ BackwardUnit backward_unit_of(const BackwardParams& p, u32 block) {
   BackwardUnit unit;
   const ForwardParams& call = p.call;
-  const u32 kv_heads = u32(call.q_heads) / call.group.value;
+  const u32 kv_heads = u32(p.kv_heads);
   u32 index;
   if (call.uniform_units.value != 0) {
     const u32 units = call.uniform_units.value * kv_heads;

@@ -67,10 +67,12 @@ struct BackwardParams {
   i32 row_tiles;     // tiles of ROW_TILE padded rows of all sequences
   i32 key_tiles;     // units: tiles of keys of all sequences, of one KV head
   i32 written_keys;  // keys of every sequence that are written: the longest, or -1 where packed
+  i32 kv_heads;
   u32 flags;
   // What a launch of several passes is at: backward_naive.
   i32 phase;
   i32 bias_extents[4];
+  i32 reserved;
 };
 
 // Bits of BackwardParams::flags.
@@ -84,6 +86,6 @@ constexpr u32 BIAS_LAST = 2;
 // and the next of rows l / 4 and 8 more.
 constexpr u32 SUMS_IN_FOURS = 4;
 
-static_assert(sizeof(BackwardParams) == sizeof(ForwardParams) + 312);
+static_assert(sizeof(BackwardParams) == sizeof(ForwardParams) + 320);
 
 }  // namespace attn

@@ -263,7 +263,8 @@ __device__ void key_slab(const BackwardParams& p, const Sequence& s, i32 key, i3
   const Rows& to_rows = IS_VALUE ? p.dv : p.dk;
   const Rows& from = IS_VALUE ? p.d_o : call.q;
   float d[COLUMNS] = {};
-  const i32 group = i32(call.group.value);
+  // None where there are no query heads.
+  const i32 group = call.q_heads == 0 ? 0 : i32(call.group.value);
   for (i32 head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     for (i32 first = lo; first < hi; first += CHUNK) {
       const i32 count = min_of(CHUNK, hi - first);
@@ -307,7 +308,7 @@ __device__ void key_slab(const BackwardParams& p, const Sequence& s, i32 key, i3
 
 __device__ void keys(const BackwardParams& p, i64 unit, Shared& shared) {
   const ForwardParams& call = p.call;
-  const i32 kv_heads = call.q_heads / i32(call.group.value);
+  const i32 kv_heads = p.kv_heads;
   const i64 written = unit / kv_heads;
   const i32 kv_head = i32(unit - written * kv_heads);
   i32 key;
@@ -401,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(backward_naive::THREADS)
       }
       break;
     case KEYS: {
-      const i64 units = keys_before * (call.q_heads / i32(call.group.value));
+      const i64 units = keys_before * p.kv_heads;
       for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x) keys(p, unit, shared);
       break;
     }

@@ -40,9 +40,11 @@ pub(crate) struct BackwardParams {
     pub(crate) row_tiles: i32,
     pub(crate) key_tiles: i32,
     pub(crate) written_keys: i32,
+    pub(crate) kv_heads: i32,
     pub(crate) flags: u32,
     pub(crate) phase: i32,
     pub(crate) bias_extents: [i32; 4],
+    pub(crate) reserved: i32,
 }
 
 #[cfg(test)]
@@ -51,6 +53,6 @@ mod tests {
 
     #[test]
     fn params_have_the_size_that_the_device_asserts() {
-        assert_eq!(size_of::<BackwardParams>(), size_of::<ForwardParams>() + 312);
+        assert_eq!(size_of::<BackwardParams>(), size_of::<ForwardParams>() + 320);
     }
 }
