@@ -12,6 +12,7 @@
 //! | `cuda_prefill_sm90a` | cuda | prefill | f16 bf16 e4m3 | as q | multiples of 8 to 256, e4m3 of 16 | any | an fp8 cache of wider queries, pages of no multiple of 8 rows |
 //! | `cuda_prefill` | cuda | prefill | f16 bf16 | as q, or fp8 | multiples of 8 to 256 | any | |
 //! | `cuda_naive` | cuda | general | f32 f16 bf16 e4m3 | as q, or fp8 | any | any | |
+//! | `cuda_backward_sm90a` | cuda | backward | f16 bf16 | as q | multiples of 8 to 128 | any | bias, ALiBi, masks but the band, paged or fp8 cache |
 //! | `cuda_backward` | cuda | backward | f16 bf16 | as q | multiples of 8 to 256 | any | paged or fp8 cache |
 //! | `cuda_backward_naive` | cuda | backward | f32 f16 bf16 | as q | any | any | paged or fp8 cache |
 //! | `cpu_decode` | cpu | decode | f32 f16 bf16 e4m3 | as q, or fp8 | any | at most 16 | |
@@ -20,11 +21,12 @@
 //!
 //! The output has the type of the queries, bf16 where these are e4m3.
 //!
-//! Every kernel gives equal bits for equal calls, whatever the number of threads; `cuda_backward` where it is asked to,
-//! else it adds up dQ and the gradient of a bias in whatever order its blocks come. In order, the gradient of a bias is a
+//! Every kernel gives equal bits for equal calls, whatever the number of threads; `cuda_backward_sm90a` and `cuda_backward`
+//! where they are asked to, else they add up dQ and the gradient of a bias in whatever order their blocks come. In order, the gradient of a bias is a
 //! pass of `cuda_backward_naive` after it. The tiled CUDA kernels want rows
 //! that start on 16 bytes. Those of pages are known to a plan; those of dense tensors are not, and the engine refuses
-//! others than it can load; `cuda_prefill_sm90a` also wants strides of q, k and v that are not negative.
+//! others than it can load; `cuda_prefill_sm90a` also wants strides of q, k and v that are not
+//! negative, and `cuda_backward_sm90a` of the gradient of o.
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 use attn_core::{DType, DimRule, Family, Feature, Features};
@@ -38,7 +40,7 @@ use attn_core::{Engine, KernelDesc};
 ///     names,
 ///     [
 ///         "cuda_latent_sm90a", "cuda_decode_sm90a", "cuda_decode", "cuda_prefill_sm90a", "cuda_prefill", "cuda_naive",
-///         "cuda_backward", "cuda_backward_naive", "cpu_decode", "cpu_prefill", "cpu_backward",
+///         "cuda_backward_sm90a", "cuda_backward", "cuda_backward_naive", "cpu_decode", "cpu_prefill", "cpu_backward",
 ///     ]
 /// );
 /// ```
@@ -171,6 +173,25 @@ const CATALOG: &[KernelDesc] = &[
         shared_memory: crate::cuda::config::naive_smem,
         workspace: crate::cuda::cost::rows,
         ..CUDA_PREFILL
+    },
+    #[cfg(feature = "cuda")]
+    KernelDesc {
+        name: "cuda_backward_sm90a",
+        head_dims: DimRule { max: crate::cuda::backward::hopper::MOST_DIM, ..TILED_DIMS },
+        value_dims: DimRule { max: crate::cuda::backward::hopper::MOST_DIM, ..TILED_DIMS },
+        // Scores have no options but a soft-cap: others take registers that two gradients do not leave.
+        features: BACKWARD
+            .without(Feature::BooleanMask)
+            .without(Feature::BlockMask)
+            .without(Feature::Bias)
+            .without(Feature::BiasGradient)
+            .without(Feature::Alibi),
+        min_compute: Some((9, 0)),
+        max_compute: Some((9, 0)),
+        tiles: crate::cuda::backward::hopper::tiles,
+        shared_memory: crate::cuda::backward::hopper::smem,
+        workspace: crate::cuda::backward::hopper::workspace,
+        ..CUDA_BACKWARD
     },
     #[cfg(feature = "cuda")]
     CUDA_BACKWARD,

@@ -8,7 +8,7 @@ use attn_core::{
     CacheLayout, DType, KvStorage, PageOrder, Problem, ProblemSpec, Tile, ValueStorage,
 };
 
-use crate::cuda::backward::config as backward;
+use crate::cuda::backward::{config as backward, hopper};
 use crate::cuda::config::{self, latent};
 use crate::spec::{Arch, Entry, KernelSpec};
 
@@ -204,14 +204,39 @@ struct BackwardKind {
     dtype: DType,
     dims: (usize, usize),
     is_general: bool,
+    /// On Hopper's own instructions.
+    is_hopper: bool,
+    is_capped: bool,
+    is_ordered: bool,
 }
 
 impl BackwardKind {
+    const fn plain(dtype: DType, dim: usize) -> Self {
+        Self {
+            dtype,
+            dims: (dim, dim),
+            is_general: false,
+            is_hopper: false,
+            is_capped: false,
+            is_ordered: false,
+        }
+    }
+
+    const fn hopper(dtype: DType, dim: usize) -> Self {
+        Self { is_hopper: true, ..Self::plain(dtype, dim) }
+    }
+
     /// The instance that a device with 227 KiB of shared memory a block gets.
     fn instance(self) -> Option<Instance> {
         let mut spec = ProblemSpec::new(self.dtype, 1, 1, self.dims.0, &[1], &[1]);
         (spec.value_dim, spec.alibi) = (self.dims.1, self.is_general);
+        spec.softcap = self.is_capped.then_some(1.0);
+        spec.options.deterministic = self.is_ordered;
         let problem = Problem::new(spec).ok()?;
+        if self.is_hopper {
+            let tile = *hopper::tiles(&problem).first()?;
+            return Some(hopper::instance(&problem, tile));
+        }
         let tile = *backward::tiles(&problem).first()?;
         Some(backward::instance(&problem, tile))
     }
@@ -219,11 +244,17 @@ impl BackwardKind {
 
 /// Backward instances, the most frequent first.
 fn backward_kinds() -> Vec<BackwardKind> {
-    let plain = |dtype, dims| BackwardKind { dtype, dims, is_general: false };
-    let mut kinds: Vec<_> = [64, 96, 128, 192, 256].map(|dim| plain(BF16, (dim, dim))).into();
-    kinds.push(plain(BF16, (192, 128)));
-    kinds.extend([64, 128].map(|dim| plain(F16, (dim, dim))));
-    kinds.extend([64, 128].map(|dim| BackwardKind { is_general: true, ..plain(BF16, (dim, dim)) }));
+    let plain = BackwardKind::plain;
+    let mut kinds: Vec<_> = [64, 96, 128, 192, 256].map(|dim| plain(BF16, dim)).into();
+    kinds.push(BackwardKind { dims: (192, 128), ..plain(BF16, 192) });
+    kinds.extend([64, 128].map(|dim| plain(F16, dim)));
+    kinds.extend([64, 128].map(|dim| BackwardKind { is_general: true, ..plain(BF16, dim) }));
+    for dim in [64, 128] {
+        let own = BackwardKind::hopper(BF16, dim);
+        kinds.extend([own, BackwardKind::hopper(F16, dim)]);
+        kinds.push(BackwardKind { is_ordered: true, ..own });
+        kinds.push(BackwardKind { is_capped: true, ..own });
+    }
     kinds
 }
 
@@ -261,8 +292,8 @@ pub fn representatives() -> Vec<Instance> {
         Kind::latent(BF16),
     ];
     let mut all: Vec<_> = kinds.into_iter().filter_map(Kind::instance).collect();
-    let gradients = BackwardKind { dtype: BF16, dims: (128, 128), is_general: false };
-    all.extend(gradients.instance());
+    let gradients = [BackwardKind::plain(BF16, 128), BackwardKind::hopper(BF16, 128)];
+    all.extend(gradients.into_iter().filter_map(BackwardKind::instance));
     let mut seen = Vec::new();
     all.extend(helpers().filter(|instance| {
         let entry = instance.spec.entry();

@@ -6,6 +6,7 @@
 
 pub(crate) mod config;
 mod gradients;
+pub(crate) mod hopper;
 mod launches;
 pub(crate) mod params;
 mod space;

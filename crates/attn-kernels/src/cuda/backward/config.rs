@@ -5,6 +5,7 @@
 
 use attn_core::{Bytes, DType, Plan, Problem, Tile};
 
+use super::hopper;
 use crate::cuda::config::{code, padded};
 use crate::error::Error;
 use crate::instances::Instance;
@@ -39,6 +40,8 @@ pub(crate) enum Main {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Config {
     pub(crate) main: Main,
+    /// Whether the kernel finds q, k, v and the gradient of o by tensor maps, and leaves the sums of dQ in fours.
+    pub(crate) has_maps: bool,
     pub(crate) spec: KernelSpec,
     pub(crate) threads: u32,
     pub(crate) dynamic_smem: u32,
@@ -119,9 +122,13 @@ fn is_general(problem: &Problem) -> bool {
 pub(crate) fn main(plan: &Plan) -> Result<Config, Error> {
     let problem = &plan.problem;
     match plan.kernel {
+        "cuda_backward_sm90a" if hopper::tiles(problem).contains(&plan.tile) => {
+            Ok(hopper::config(problem, plan.tile))
+        }
         "cuda_backward" if tiles(problem).contains(&plan.tile) => Ok(tiled(problem, plan.tile)),
         "cuda_backward_naive" => Ok(Config {
             main: Main::Naive,
+            has_maps: false,
             spec: naive_spec(problem.q_dtype()),
             threads: NAIVE_THREADS,
             dynamic_smem: 0,
@@ -151,6 +158,7 @@ fn tiled(problem: &Problem, tile: Tile) -> Config {
     ];
     Config {
         main: Main::Tiled,
+        has_maps: false,
         spec: KernelSpec::new(Entry::Backward, defines),
         threads: u32::try_from(32 * key_warps * sharers).unwrap_or(u32::MAX),
         dynamic_smem: u32::try_from(dynamic_smem(problem, tile)).unwrap_or(u32::MAX),

@@ -53,7 +53,7 @@ impl CudaEngine {
         Captures::shared().hold(launches.functions(), own, memory());
         let tables = ready.prepared.lengths.address();
         let space = ready.partials.map_or(0, |partials| partials.address());
-        launch(launches, problem, inputs, results, gradients, (tables, space), stream)
+        launch(launches, problem, inputs, results, gradients, (tables, space), ready.maps, stream)
             .map_err(|error| with_shape(error, problem))
     }
 }

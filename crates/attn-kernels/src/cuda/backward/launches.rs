@@ -9,12 +9,13 @@ use attn_core::{Arrangement, KvStorage, Problem, Strided};
 use cudarc::driver::CudaStream;
 
 use super::config::{self, Config, Main};
-use super::params::{BIAS_LAST, BackwardParams, DETERMINISTIC, TURN_ROWS};
+use super::params::{BIAS_LAST, BackwardParams, DETERMINISTIC, SUMS_IN_FOURS, TURN_ROWS};
 use super::space::Space;
 use super::tensors::{ForwardResults, Gradients};
 use super::tiles::{Table, Tiles};
 use crate::cuda::call::{Inputs, KvTensors};
 use crate::cuda::forward;
+use crate::cuda::maps;
 use crate::cuda::params::{Address, Divisor, Pairs, PerHead, Rows, as_i32};
 use crate::cuda::tensor::{DeviceTensor, DeviceViewMut};
 use crate::error::Error;
@@ -119,6 +120,9 @@ fn template(problem: &Problem, config: &Config, tiles: &Tiles) -> Result<Backwar
     }
     if config::has_bias_pass(problem) {
         flags |= BIAS_LAST;
+    }
+    if config.has_maps {
+        flags |= SUMS_IN_FOURS;
     }
     let written_keys = match problem.kv() {
         KvStorage::Dense(Arrangement::Padded) => as_i32("kv_lens", problem.lengths().longest_kv())?,
@@ -230,6 +234,7 @@ pub(crate) fn launch(
     results: &ForwardResults<'_>,
     gradients: &Gradients<'_>,
     (tables, space): (Address, Address),
+    caches: &mut maps::Caches,
     stream: &CudaStream,
 ) -> Result<(), Error> {
     let Launches { config, tiles, .. } = launches;
@@ -255,17 +260,14 @@ pub(crate) fn launch(
 
     let heads = problem.q_heads();
     let kv_heads = problem.kv_heads();
-    let run = |function: &Function, blocks: usize, threads, dynamic_smem, params: &_| {
+    let run = |function: &Function, blocks: usize, threads, dynamic_smem, maps: &[_]| {
         if blocks == 0 {
             return Ok(());
         }
         let blocks = u32::try_from(blocks).unwrap_or(u32::MAX).min(i32::MAX.unsigned_abs());
         let overlaps = launches.overlaps && !is_naive;
-        Launch { dynamic_smem, overlaps, ..Launch::new(function, blocks, threads) }.run(
-            stream,
-            params,
-            &[],
-        )
+        Launch { dynamic_smem, overlaps, ..Launch::new(function, blocks, threads) }
+            .run(stream, &params, maps)
     };
     let naive = |function: &Function, phase: Phase, blocks: usize| {
         let params = BackwardParams { phase: phase as i32, ..params };
@@ -291,10 +293,18 @@ pub(crate) fn launch(
         }
         Some(around) => {
             let rows = tiles.row_tiles * heads;
-            run(&around.prepare, rows, config::ROWS_THREADS, 0, &params)?;
             let keys = tiles.key_tiles * kv_heads;
-            run(&launches.main, keys, config.threads, config.dynamic_smem, &params)?;
-            run(&around.finish, rows + sinks, config::ROWS_THREADS, 0, &params)?;
+            let (threads, smem) = (config.threads, config.dynamic_smem);
+            // All that can fail before a launch has not begun by then.
+            let maps = if config.has_maps && keys > 0 {
+                Some(maps::backward(caches, inputs, &results.d_o, config.tile)?)
+            } else {
+                None
+            };
+            let maps = maps.as_ref().map_or(&[][..], |maps| maps);
+            run(&around.prepare, rows, config::ROWS_THREADS, 0, &[])?;
+            run(&launches.main, keys, threads, smem, maps)?;
+            run(&around.finish, rows + sinks, config::ROWS_THREADS, 0, &[])?;
             match &around.bias {
                 Some(bias) => naive(bias, Phase::Bias, bias_blocks),
                 None => Ok(()),

@@ -16,6 +16,9 @@ pub(crate) const DETERMINISTIC: u32 = 1;
 /// The gradient of the bias is left to the naive kernel.
 pub(crate) const BIAS_LAST: u32 = 2;
 
+/// `dq_sum` is in squares of 64 rows and columns, as products leave them.
+pub(crate) const SUMS_IN_FOURS: u32 = 4;
+
 /// A backward call; see the device header for each field.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[repr(C)]

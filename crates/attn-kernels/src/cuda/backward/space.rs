@@ -51,23 +51,24 @@ impl Space {
     }
 }
 
-fn stated(problem: &Problem, main: Main) -> Bytes {
+/// What a plan promises, with rows of so many sums of dQ.
+pub(super) fn stated(problem: &Problem, main: Main, dq_dim: usize) -> Bytes {
     let row_tiles = (0..problem.lengths().batch())
         .map(|sequence| written_rows(problem, sequence).div_ceil(ROW_TILE))
         .fold(0, usize::saturating_add);
-    let space = Space::new(problem.q_heads(), row_tiles, main, padded(problem.head_dim()));
+    let space = Space::new(problem.q_heads(), row_tiles, main, dq_dim);
     Bytes::of(space.bytes.saturating_add(table_bytes(problem, main)), 1)
 }
 
 /// Workspace of the tiled kernels: f32 sums of dQ, two numbers and a turn of each padded row and head, and the tables of
 /// unequal lengths. Nothing grows with the keys.
 pub(crate) fn workspace(problem: &Problem, _: &HostCaps, _: Tile, _: Split) -> Bytes {
-    stated(problem, Main::Tiled)
+    stated(problem, Main::Tiled, padded(problem.head_dim()))
 }
 
 /// Workspace of the naive kernel: three numbers of each padded row and head, and the lengths.
 pub(crate) fn naive_workspace(problem: &Problem, _: &HostCaps, _: Tile, _: Split) -> Bytes {
-    stated(problem, Main::Naive)
+    stated(problem, Main::Naive, 0)
 }
 
 #[cfg(test)]

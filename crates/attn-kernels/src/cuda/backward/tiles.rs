@@ -183,6 +183,7 @@ mod tests {
         let tile = Tile { q: 64, kv: 128 };
         let config = Config {
             main: Main::Tiled,
+            has_maps: false,
             spec: config::naive_spec(DType::BF16),
             threads: 256,
             dynamic_smem: 0,
