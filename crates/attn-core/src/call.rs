@@ -8,7 +8,7 @@
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::layout::{CacheLayout, LayoutId, PageOrder, PageStrides};
-use crate::problem::{KvStorage, Problem};
+use crate::problem::{KvStorage, Pass, Problem};
 use crate::view::{Strided, TensorView, TensorViewMut};
 
 /// Type, shape and strides of a tensor, wherever its storage is.
@@ -89,6 +89,32 @@ pub struct OutputLayout<'a> {
     pub o: Operand<'a>,
     /// Natural-log LSE, f32, if wanted.
     pub lse: Option<&'a Strided>,
+}
+
+/// Descriptions of what a backward reads beside the inputs.
+#[derive(Debug, Clone, Copy)]
+pub struct ResultsLayout<'a> {
+    /// The forward's output.
+    pub o: Operand<'a>,
+    /// The forward's LSE, f32.
+    pub lse: &'a Strided,
+    /// Gradient of the output.
+    pub d_o: Operand<'a>,
+}
+
+/// Descriptions of everything a backward writes.
+#[derive(Debug, Clone, Copy)]
+pub struct GradientsLayout<'a> {
+    /// Gradient of q.
+    pub dq: Operand<'a>,
+    /// Gradient of k.
+    pub dk: Operand<'a>,
+    /// Gradient of v.
+    pub dv: Operand<'a>,
+    /// Gradient of the sinks, f32, if wanted.
+    pub dsinks: Option<&'a Strided>,
+    /// Gradient of the bias, f32, if wanted.
+    pub dbias: Option<&'a Strided>,
 }
 
 impl CallLayout<'_> {
@@ -186,6 +212,56 @@ impl OutputLayout<'_> {
     }
 }
 
+impl ResultsLayout<'_> {
+    /// Checks shapes and types against the problem.
+    ///
+    /// # Errors
+    /// [`Error::Layout`] for a tensor of the wrong shape or type.
+    pub fn check(&self, problem: &Problem) -> Result<(), Error> {
+        let l = problem.lengths();
+        let (heads, at) = (problem.q_heads(), problem.q_arrangement());
+        let shape = l.q_shape(at, &[heads, problem.value_dim()]);
+        for (field, tensor) in [("o", self.o), ("do", self.d_o)] {
+            check_tensor(field, tensor, problem.out_dtype(), &shape)?;
+        }
+        check_shape("lse", self.lse, &l.q_shape(at, &[heads]))
+    }
+}
+
+impl GradientsLayout<'_> {
+    /// Checks shapes and types against the problem and, for the bias' gradient, against the bias.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a forward problem or a gradient that was not asked for;
+    /// [`Error::Layout`] for a tensor of the wrong shape or type.
+    pub fn check(&self, problem: &Problem, bias: Option<&Strided>) -> Result<(), Error> {
+        if problem.pass() != Pass::Backward {
+            return Err(Error::invalid("pass", "backward", "forward"));
+        }
+        let KvStorage::Dense(kv_at) = problem.kv() else {
+            return Err(Error::invalid("kv", "dense keys and values", "a paged cache"));
+        };
+        let l = problem.lengths();
+        let (heads, kv_heads) = (problem.q_heads(), problem.kv_heads());
+        let dtype = problem.out_dtype();
+        let shape = l.q_shape(problem.q_arrangement(), &[heads, problem.head_dim()]);
+        check_tensor("dq", self.dq, dtype, &shape)?;
+        let shape = l.kv_shape(*kv_at, &[kv_heads, problem.head_dim()]);
+        check_tensor("dk", self.dk, dtype, &shape)?;
+        let shape = l.kv_shape(*kv_at, &[kv_heads, problem.value_dim()]);
+        check_tensor("dv", self.dv, dtype, &shape)?;
+        check_presence("dsinks", self.dsinks.is_some(), problem.wants_dsinks())?;
+        check_presence("dbias", self.dbias.is_some(), problem.wants_dbias())?;
+        if let Some(dsinks) = self.dsinks {
+            check_shape("dsinks", dsinks, &[heads])?;
+        }
+        if let (Some(dbias), Some(bias)) = (self.dbias, bias) {
+            check_shape("dbias", dbias, bias.shape())?;
+        }
+        Ok(())
+    }
+}
+
 impl CacheLayout {
     /// Checks type, shape and strides of the two tensors of a cache against this layout, and that both have
     /// the same number of pages.
@@ -213,7 +289,7 @@ pub(crate) fn block_shape(problem: &Problem) -> [usize; 4] {
     }
 }
 
-pub(crate) fn check_presence(field: &'static str, given: bool, wanted: bool) -> Result<(), Error> {
+fn check_presence(field: &'static str, given: bool, wanted: bool) -> Result<(), Error> {
     match (given, wanted) {
         (true, false) => Err(Error::invalid(field, "none, as the problem states", "a tensor")),
         (false, true) => Err(Error::invalid(field, "a tensor, as the problem states", "none")),
@@ -221,18 +297,14 @@ pub(crate) fn check_presence(field: &'static str, given: bool, wanted: bool) -> 
     }
 }
 
-pub(crate) fn check_shape(
-    field: &'static str,
-    layout: &Strided,
-    shape: &[usize],
-) -> Result<(), Error> {
+fn check_shape(field: &'static str, layout: &Strided, shape: &[usize]) -> Result<(), Error> {
     if layout.shape() == shape {
         return Ok(());
     }
     Err(Error::layout(field, format!("shape {shape:?}"), format!("{:?}", layout.shape())))
 }
 
-pub(crate) fn check_tensor(
+fn check_tensor(
     field: &'static str,
     operand: Operand<'_>,
     dtype: DType,

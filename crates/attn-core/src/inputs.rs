@@ -7,13 +7,13 @@
 use std::ops::Range;
 
 use crate::call::{
-    CallLayout, KvLayout, Operand, OutputLayout, block_shape, check_presence, check_shape,
-    check_tensor, pair_shape,
+    CallLayout, GradientsLayout, KvLayout, Operand, OutputLayout, ResultsLayout, block_shape,
+    pair_shape,
 };
 use crate::error::Error;
 use crate::layout::{CacheLayout, LayoutId};
 use crate::mask::{BlockMask, Mask};
-use crate::problem::{KvStorage, Pass, Problem};
+use crate::problem::{KvStorage, Problem};
 use crate::rows::{PagedRows, Rows};
 use crate::shape::Arrangement;
 use crate::view::{TensorView, TensorViewMut, View, ViewMut};
@@ -260,52 +260,44 @@ impl Outputs<'_> {
 }
 
 impl ForwardResults<'_> {
+    /// What the tensors are, without what they hold.
+    #[must_use]
+    pub fn layout(&self) -> ResultsLayout<'_> {
+        ResultsLayout {
+            o: Operand::of_view(&self.o),
+            lse: self.lse.layout(),
+            d_o: Operand::of_view(&self.d_o),
+        }
+    }
+
     /// Checks shapes and dtypes against the problem.
     ///
     /// # Errors
-    /// [`Error::Layout`] for a tensor of the wrong shape or type.
+    /// As [`ResultsLayout::check`].
     pub fn check(&self, problem: &Problem) -> Result<(), Error> {
-        let l = problem.lengths();
-        let (heads, at) = (problem.q_heads(), problem.q_arrangement());
-        let shape = l.q_shape(at, &[heads, problem.value_dim()]);
-        for (field, tensor) in [("o", &self.o), ("do", &self.d_o)] {
-            check_tensor(field, Operand::of_view(tensor), problem.out_dtype(), &shape)?;
-        }
-        check_shape("lse", self.lse.layout(), &l.q_shape(at, &[heads]))
+        self.layout().check(problem)
     }
 }
 
 impl Gradients<'_> {
+    /// What the tensors are, without what they hold.
+    #[must_use]
+    pub fn layout(&self) -> GradientsLayout<'_> {
+        GradientsLayout {
+            dq: Operand::of_view_mut(&self.dq),
+            dk: Operand::of_view_mut(&self.dk),
+            dv: Operand::of_view_mut(&self.dv),
+            dsinks: self.dsinks.as_ref().map(ViewMut::layout),
+            dbias: self.dbias.as_ref().map(ViewMut::layout),
+        }
+    }
+
     /// Checks shapes and dtypes against the problem and, for the bias' gradient, against the bias.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a forward problem or a gradient that was not asked for;
-    /// [`Error::Layout`] for a tensor of the wrong shape or type.
+    /// As [`GradientsLayout::check`].
     pub fn check(&self, problem: &Problem, inputs: &Inputs<'_>) -> Result<(), Error> {
-        if problem.pass() != Pass::Backward {
-            return Err(Error::invalid("pass", "backward", "forward"));
-        }
-        let KvStorage::Dense(kv_at) = problem.kv() else {
-            return Err(Error::invalid("kv", "dense keys and values", "a paged cache"));
-        };
-        let l = problem.lengths();
-        let (heads, kv_heads) = (problem.q_heads(), problem.kv_heads());
-        let dtype = problem.out_dtype();
-        let shape = l.q_shape(problem.q_arrangement(), &[heads, problem.head_dim()]);
-        check_tensor("dq", Operand::of_view_mut(&self.dq), dtype, &shape)?;
-        let shape = l.kv_shape(*kv_at, &[kv_heads, problem.head_dim()]);
-        check_tensor("dk", Operand::of_view_mut(&self.dk), dtype, &shape)?;
-        let shape = l.kv_shape(*kv_at, &[kv_heads, problem.value_dim()]);
-        check_tensor("dv", Operand::of_view_mut(&self.dv), dtype, &shape)?;
-        check_presence("dsinks", self.dsinks.is_some(), problem.wants_dsinks())?;
-        check_presence("dbias", self.dbias.is_some(), problem.wants_dbias())?;
-        if let Some(dsinks) = &self.dsinks {
-            check_shape("dsinks", dsinks.layout(), &[heads])?;
-        }
-        if let (Some(dbias), Some(bias)) = (&self.dbias, &inputs.bias) {
-            check_shape("dbias", dbias.layout(), bias.shape())?;
-        }
-        Ok(())
+        self.layout().check(problem, inputs.bias.as_ref().map(View::layout))
     }
 }
 

@@ -18,7 +18,9 @@ pub mod tolerance;
 pub mod units;
 pub mod view;
 
-pub use crate::call::{CallLayout, KvLayout, Operand, OutputLayout};
+pub use crate::call::{
+    CallLayout, GradientsLayout, KvLayout, Operand, OutputLayout, ResultsLayout,
+};
 pub use crate::caps::{CudaCaps, DeviceCaps, HostCaps};
 pub use crate::cascade::{Cascade, CascadePlan, PrefixPart, SharedPrefix};
 pub use crate::dtype::{DType, Element, F8E4M3, F8E5M2};

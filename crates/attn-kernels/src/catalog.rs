@@ -12,15 +12,21 @@
 //! | `cuda_prefill_sm90a` | cuda | prefill | f16 bf16 e4m3 | as q | multiples of 8 to 256, e4m3 of 16 | any | an fp8 cache of wider queries, pages of no multiple of 8 rows |
 //! | `cuda_prefill` | cuda | prefill | f16 bf16 | as q, or fp8 | multiples of 8 to 256 | any | |
 //! | `cuda_naive` | cuda | general | f32 f16 bf16 e4m3 | as q, or fp8 | any | any | |
+//! | `cuda_backward_sm90a` | cuda | backward | f16 bf16 | as q | multiples of 8 to 128 | any | bias, ALiBi, masks but the band, paged or fp8 cache |
+//! | `cuda_backward` | cuda | backward | f16 bf16 | as q | multiples of 8 to 256 | any | paged or fp8 cache |
+//! | `cuda_backward_naive` | cuda | backward | f32 f16 bf16 | as q | any | any | paged or fp8 cache |
 //! | `cpu_decode` | cpu | decode | f32 f16 bf16 e4m3 | as q, or fp8 | any | at most 16 | |
 //! | `cpu_prefill` | cpu | prefill | f32 f16 bf16 e4m3 | as q, or fp8 | any | any | |
 //! | `cpu_backward` | cpu | backward | f32 f16 bf16 | as q | any | any | paged or fp8 cache |
 //!
 //! The output has the type of the queries, bf16 where these are e4m3.
 //!
-//! Every kernel gives equal bits for equal calls, whatever the number of threads. The tiled CUDA kernels want rows
+//! Every kernel gives equal bits for equal calls, whatever the number of threads; `cuda_backward_sm90a` and `cuda_backward`
+//! where they are asked to, else they add up dQ and the gradient of a bias in whatever order their blocks come. In order, the gradient of a bias is a
+//! pass of `cuda_backward_naive` after it. The tiled CUDA kernels want rows
 //! that start on 16 bytes. Those of pages are known to a plan; those of dense tensors are not, and the engine refuses
-//! others than it can load; `cuda_prefill_sm90a` also wants strides of q, k and v that are not negative.
+//! others than it can load; `cuda_prefill_sm90a` also wants strides of q, k and v that are not
+//! negative, and `cuda_backward_sm90a` of the gradient of o.
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 use attn_core::{DType, DimRule, Family, Feature, Features};
@@ -34,7 +40,7 @@ use attn_core::{Engine, KernelDesc};
 ///     names,
 ///     [
 ///         "cuda_latent_sm90a", "cuda_decode_sm90a", "cuda_decode", "cuda_prefill_sm90a", "cuda_prefill", "cuda_naive",
-///         "cpu_decode", "cpu_prefill", "cpu_backward",
+///         "cuda_backward_sm90a", "cuda_backward", "cuda_backward_naive", "cpu_decode", "cpu_prefill", "cpu_backward",
 ///     ]
 /// );
 /// ```
@@ -54,7 +60,7 @@ pub fn catalog_of(engine: Engine) -> &'static [KernelDesc] {
 }
 
 /// Types of a backward.
-#[cfg(feature = "cpu")]
+#[cfg(any(feature = "cpu", feature = "cuda"))]
 const FLOATS: &[DType] = &[DType::F32, DType::F16, DType::BF16];
 
 /// Every type that queries may have.
@@ -65,6 +71,17 @@ const QUERIES: &[DType] = &[DType::F32, DType::F16, DType::BF16, DType::F8E4M3];
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 const FORWARD: Features =
     Features::ALL.without(Feature::SinksGradient).without(Feature::BiasGradient);
+
+/// What a backward can be asked for. Gradients of a cache are not defined: several sequences may share a page.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+const BACKWARD: Features = Features::ALL
+    .without(Feature::Paged)
+    .without(Feature::UnalignedPages)
+    .without(Feature::OddPages)
+    .without(Feature::LatentCache)
+    .without(Feature::Fp8Cache)
+    .without(Feature::Fp8Queries)
+    .without(Feature::OddFp8Rows);
 
 /// The same of the kernels whose products are of 16-bit types: they widen the keys of a cache, and no queries.
 #[cfg(feature = "cuda")]
@@ -155,6 +172,39 @@ const CATALOG: &[KernelDesc] = &[
         workspace: crate::cuda::cost::rows,
         ..CUDA_PREFILL
     },
+    #[cfg(feature = "cuda")]
+    KernelDesc {
+        name: "cuda_backward_sm90a",
+        head_dims: DimRule { max: crate::cuda::backward::hopper::MOST_DIM, ..TILED_DIMS },
+        value_dims: DimRule { max: crate::cuda::backward::hopper::MOST_DIM, ..TILED_DIMS },
+        // Scores have no options but a soft-cap: others take registers that two gradients do not leave.
+        features: BACKWARD
+            .without(Feature::BooleanMask)
+            .without(Feature::BlockMask)
+            .without(Feature::Bias)
+            .without(Feature::BiasGradient)
+            .without(Feature::Alibi),
+        min_compute: Some((9, 0)),
+        max_compute: Some((9, 0)),
+        tiles: crate::cuda::backward::hopper::tiles,
+        shared_memory: crate::cuda::backward::hopper::smem,
+        workspace: crate::cuda::backward::hopper::workspace,
+        ..CUDA_BACKWARD
+    },
+    #[cfg(feature = "cuda")]
+    CUDA_BACKWARD,
+    #[cfg(feature = "cuda")]
+    KernelDesc {
+        name: "cuda_backward_naive",
+        q_dtypes: FLOATS,
+        kv_dtypes: FLOATS,
+        head_dims: DimRule::ANY,
+        value_dims: DimRule::ANY,
+        tiles: crate::cuda::backward::config::naive_tiles,
+        shared_memory: crate::cuda::backward::config::naive_smem,
+        workspace: crate::cuda::backward::naive_workspace,
+        ..CUDA_BACKWARD
+    },
     #[cfg(feature = "cpu")]
     KernelDesc {
         name: "cpu_decode",
@@ -173,13 +223,7 @@ const CATALOG: &[KernelDesc] = &[
         family: Family::Backward,
         q_dtypes: FLOATS,
         kv_dtypes: FLOATS,
-        // Gradients of a cache are not defined: several sequences may share a page.
-        features: Features::ALL
-            .without(Feature::Paged)
-            .without(Feature::LatentCache)
-            .without(Feature::Fp8Cache)
-            .without(Feature::Fp8Queries)
-            .without(Feature::OddFp8Rows),
+        features: BACKWARD,
         workspace: crate::cpu::cost::backward,
         ..CPU_PREFILL
     },
@@ -204,6 +248,18 @@ const CUDA_PREFILL: KernelDesc = KernelDesc {
     tiles: crate::cuda::config::prefill_tiles,
     shared_memory: crate::cuda::config::prefill_smem,
     workspace: crate::cuda::cost::whole_tiles,
+};
+
+#[cfg(feature = "cuda")]
+const CUDA_BACKWARD: KernelDesc = KernelDesc {
+    name: "cuda_backward",
+    family: Family::Backward,
+    kv_dtypes: &[DType::F16, DType::BF16],
+    features: BACKWARD,
+    tiles: crate::cuda::backward::config::tiles,
+    shared_memory: crate::cuda::backward::config::smem,
+    workspace: crate::cuda::backward::workspace,
+    ..CUDA_PREFILL
 };
 
 /// A row is copied in chunks of 16 bytes, and its accumulator has to fit the registers.

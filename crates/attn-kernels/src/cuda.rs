@@ -17,6 +17,7 @@
 //! ```
 
 mod append;
+pub(crate) mod backward;
 mod call;
 mod capture;
 mod cascade;
@@ -42,6 +43,7 @@ mod workspace;
 pub use cudarc::driver::{CudaContext, CudaStream};
 
 pub use self::append::{AppendKv, CacheMut, Rotary};
+pub use self::backward::{ForwardResults, Gradients};
 pub use self::call::{Inputs, KvTensors, Outputs};
 pub use self::cascade::{CascadeTables, CascadeWorkspace};
 pub use self::engine::{CudaEngine, instances};

@@ -1,4 +1,4 @@
-//! The kernel instances that are shipped: chosen by frequency, some eighty, of which a
+//! The kernel instances that are shipped: chosen by frequency, some hundred, of which a
 //! processor gets those of its own.
 //!
 //! The invariant: every instance here has a recorded register, spill and shared-memory figure for
@@ -8,6 +8,7 @@ use attn_core::{
     CacheLayout, DType, KvStorage, PageOrder, Problem, ProblemSpec, Tile, ValueStorage,
 };
 
+use crate::cuda::backward::{config as backward, hopper};
 use crate::cuda::config::{self, latent};
 use crate::spec::{Arch, Entry, KernelSpec};
 
@@ -192,8 +193,69 @@ fn forward_kinds() -> Vec<Kind> {
 #[must_use]
 pub fn shipped() -> Vec<Instance> {
     let mut all: Vec<_> = forward_kinds().into_iter().filter_map(Kind::instance).collect();
+    all.extend(backward_kinds().into_iter().filter_map(BackwardKind::instance));
     all.extend(helpers());
     all
+}
+
+/// The kind of call that a tiled backward instance serves.
+#[derive(Debug, Clone, Copy)]
+struct BackwardKind {
+    dtype: DType,
+    dims: (usize, usize),
+    is_general: bool,
+    /// On Hopper's own instructions.
+    is_hopper: bool,
+    is_capped: bool,
+    is_ordered: bool,
+}
+
+impl BackwardKind {
+    const fn plain(dtype: DType, dim: usize) -> Self {
+        Self {
+            dtype,
+            dims: (dim, dim),
+            is_general: false,
+            is_hopper: false,
+            is_capped: false,
+            is_ordered: false,
+        }
+    }
+
+    const fn hopper(dtype: DType, dim: usize) -> Self {
+        Self { is_hopper: true, ..Self::plain(dtype, dim) }
+    }
+
+    /// The instance that a device with 227 KiB of shared memory a block gets.
+    fn instance(self) -> Option<Instance> {
+        let mut spec = ProblemSpec::new(self.dtype, 1, 1, self.dims.0, &[1], &[1]);
+        (spec.value_dim, spec.alibi) = (self.dims.1, self.is_general);
+        spec.softcap = self.is_capped.then_some(1.0);
+        spec.options.deterministic = self.is_ordered;
+        let problem = Problem::new(spec).ok()?;
+        if self.is_hopper {
+            let tile = *hopper::tiles(&problem).first()?;
+            return Some(hopper::instance(&problem, tile));
+        }
+        let tile = *backward::tiles(&problem).first()?;
+        Some(backward::instance(&problem, tile))
+    }
+}
+
+/// Backward instances, the most frequent first.
+fn backward_kinds() -> Vec<BackwardKind> {
+    let plain = BackwardKind::plain;
+    let mut kinds: Vec<_> = [64, 96, 128, 192, 256].map(|dim| plain(BF16, dim)).into();
+    kinds.push(BackwardKind { dims: (192, 128), ..plain(BF16, 192) });
+    kinds.extend([64, 128].map(|dim| plain(F16, dim)));
+    kinds.extend([64, 128].map(|dim| BackwardKind { is_general: true, ..plain(BF16, dim) }));
+    for dim in [64, 128] {
+        let own = BackwardKind::hopper(BF16, dim);
+        kinds.extend([own, BackwardKind::hopper(F16, dim)]);
+        kinds.push(BackwardKind { is_ordered: true, ..own });
+        kinds.push(BackwardKind { is_capped: true, ..own });
+    }
+    kinds
 }
 
 /// Instances without tiles.
@@ -206,6 +268,13 @@ fn helpers() -> impl Iterator<Item = Instance> {
     let states = [DType::F32, F16, BF16].map(config::merge_states_spec);
     let others = states.into_iter().chain([config::copy_blocks_spec()]);
     let others = others.map(|spec| (spec, config::HELPER_THREADS));
+    let rows = [BF16, F16].into_iter().flat_map(|dtype| {
+        [backward::prepare_spec(dtype), backward::finish_spec(dtype)]
+            .map(|spec| (spec, backward::ROWS_THREADS))
+    });
+    let gradients = [DType::F32, BF16].map(backward::naive_spec);
+    let gradients = gradients.map(|spec| (spec, backward::NAIVE_THREADS));
+    let others = others.chain(rows).chain(gradients);
     let all = naive.into_iter().chain(appends).chain(others);
     all.map(|(spec, threads)| Instance { spec, threads, dynamic_smem: 0 })
 }
@@ -223,6 +292,8 @@ pub fn representatives() -> Vec<Instance> {
         Kind::latent(BF16),
     ];
     let mut all: Vec<_> = kinds.into_iter().filter_map(Kind::instance).collect();
+    let gradients = [BackwardKind::plain(BF16, 128), BackwardKind::hopper(BF16, 128)];
+    all.extend(gradients.into_iter().filter_map(BackwardKind::instance));
     let mut seen = Vec::new();
     all.extend(helpers().filter(|instance| {
         let entry = instance.spec.entry();
@@ -240,7 +311,7 @@ mod tests {
     #[test]
     fn shipped_instances_are_few_and_distinct() {
         let all = shipped();
-        assert!((50..=90).contains(&all.len()), "{}", all.len());
+        assert!((50..=110).contains(&all.len()), "{}", all.len());
         for (n, instance) in all.iter().enumerate() {
             assert!(all[n + 1..].iter().all(|other| other.spec != instance.spec));
         }

@@ -22,6 +22,7 @@ use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::{CudaContext, CudaGraph, CudaStream, sys};
 
 use crate::compile::reason;
+use crate::cuda::backward::params::BackwardParams;
 use crate::cuda::params::{AppendParams, CopyBlocksParams, ForwardParams, MergeStatesParams};
 use crate::cuda::tensor_map::{TensorBox, TensorMap};
 use crate::error::Error;
@@ -503,7 +504,13 @@ macro_rules! impl_kernel_params {
     };
 }
 
-impl_kernel_params!(ForwardParams, MergeStatesParams, AppendParams, CopyBlocksParams);
+impl_kernel_params!(
+    ForwardParams,
+    BackwardParams,
+    MergeStatesParams,
+    AppendParams,
+    CopyBlocksParams
+);
 
 /// Most tensor maps of one kernel.
 const MAX_MAPS: usize = 4;

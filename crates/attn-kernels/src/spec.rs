@@ -32,11 +32,21 @@ pub enum Entry {
     AppendKv,
     /// Copies pages of a cache.
     CopyBlocks,
+    /// What a backward needs of each query row, and its sums made 0.
+    BackwardPrepare,
+    /// Tiled gradients of keys and values, and sums of those of queries.
+    Backward,
+    /// The same on Hopper's own instructions.
+    BackwardSm90a,
+    /// The sums of the queries' gradient, scaled and rounded.
+    BackwardFinish,
+    /// Gradients by the definition: accepts every problem that has any.
+    BackwardNaive,
 }
 
 impl Entry {
     /// Every entry.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 14] = [
         Self::Naive,
         Self::Prefill,
         Self::PrefillSm90a,
@@ -46,6 +56,11 @@ impl Entry {
         Self::MergeStates,
         Self::AppendKv,
         Self::CopyBlocks,
+        Self::BackwardPrepare,
+        Self::Backward,
+        Self::BackwardSm90a,
+        Self::BackwardFinish,
+        Self::BackwardNaive,
     ];
 
     /// The name in reports: `merge_states`.
@@ -61,6 +76,11 @@ impl Entry {
             Self::MergeStates => "merge_states",
             Self::AppendKv => "append_kv",
             Self::CopyBlocks => "copy_blocks",
+            Self::BackwardPrepare => "backward_prepare",
+            Self::Backward => "backward",
+            Self::BackwardSm90a => "backward_sm90a",
+            Self::BackwardFinish => "backward_finish",
+            Self::BackwardNaive => "backward_naive",
         }
     }
 
@@ -77,14 +97,22 @@ impl Entry {
             Self::MergeStates => "attn_merge_states",
             Self::AppendKv => "attn_append_kv",
             Self::CopyBlocks => "attn_copy_blocks",
+            Self::BackwardPrepare => "attn_backward_prepare",
+            Self::Backward => "attn_backward",
+            Self::BackwardSm90a => "attn_backward_sm90a",
+            Self::BackwardFinish => "attn_backward_finish",
+            Self::BackwardNaive => "attn_backward_naive",
         }
     }
 
     /// Whether code of this arch can hold the kernel.
     #[must_use]
     pub fn compiles_for(self, arch: &Arch) -> bool {
-        !matches!(self, Self::PrefillSm90a | Self::DecodeSm90a | Self::LatentSm90a)
-            || arch.name() == "sm_90a"
+        let is_of_hopper = matches!(
+            self,
+            Self::PrefillSm90a | Self::DecodeSm90a | Self::LatentSm90a | Self::BackwardSm90a
+        );
+        !is_of_hopper || arch.name() == "sm_90a"
     }
 
     /// Its file in the source tree: `kernel/merge_states.cu`.
@@ -100,6 +128,11 @@ impl Entry {
             Self::MergeStates => "kernel/merge_states.cu",
             Self::AppendKv => "kernel/append_kv.cu",
             Self::CopyBlocks => "kernel/copy_blocks.cu",
+            Self::BackwardPrepare => "kernel/backward_prepare.cu",
+            Self::Backward => "kernel/backward.cu",
+            Self::BackwardSm90a => "kernel/backward_sm90a.cu",
+            Self::BackwardFinish => "kernel/backward_finish.cu",
+            Self::BackwardNaive => "kernel/backward_naive.cu",
         }
     }
 }

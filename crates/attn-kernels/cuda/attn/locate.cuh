@@ -52,6 +52,12 @@ __device__ inline Sequence sequence_at(const ForwardParams& p, i32 index) {
           p.flags & Q_PADDED ? 0 : q, p.flags & KV_PADDED ? 0 : kv};
 }
 
+// Sequence `s` where all are equal.
+__device__ inline Sequence equal_sequence(const ForwardParams& p, u32 s) {
+  return {i32(s), p.uniform_q, p.uniform_kv, p.flags & Q_PADDED ? 0 : i64(s) * p.uniform_q,
+          p.flags & KV_PADDED ? 0 : i64(s) * p.uniform_kv};
+}
+
 // Query rows of a sequence that are written: those past q_len are padding.
 __device__ inline i32 written_rows(const ForwardParams& p, const Sequence& s) {
   return p.padded_rows >= 0 ? p.padded_rows : s.q_len;

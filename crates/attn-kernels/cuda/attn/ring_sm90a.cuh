@@ -14,9 +14,9 @@
 
 #pragma once
 
+#include "attn/ring.cuh"
 #include "attn/unit.cuh"
 #include "base/config_sm90a.cuh"
-#include "ptx/mbarrier.cuh"
 #include "tile/descriptor.cuh"
 
 namespace attn {
@@ -32,48 +32,6 @@ constexpr u32 VALUE_BYTES =
 
 // Threads that transpose values of fp8: two warps.
 constexpr u32 TRANSPOSERS = config::IS_FP8 ? 2 * WARP : 0;
-
-// Waits for the phase of a barrier.
-__device__ inline void wait(u32 barrier, u32 parity) {
-  while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
-  }
-}
-
-// Tiles of one operand that pass through STAGES stages.
-template <u32 STAGES>
-struct Ring {
-  u32 tiles;
-  u32 full;
-  u32 empty;
-
-  template <u32 BYTES>
-  __device__ u32 tile(u32 count) const {
-    return tiles + count % STAGES * BYTES;
-  }
-  __device__ u32 full_of(u32 count) const { return full + count % STAGES * 8; }
-  __device__ u32 empty_of(u32 count) const { return empty + count % STAGES * 8; }
-
-  // The producer: until the stage of tile `count` has been given back, which the first ones need
-  // not be.
-  __device__ void wait_empty(u32 count) const {
-    const u32 round = count / STAGES;
-    if (round > 0) wait(empty_of(count), (round - 1) & 1);
-  }
-  __device__ void wait_full(u32 count) const { wait(full_of(count), count / STAGES & 1); }
-
-  __device__ void place_barriers(u32 at) {
-    full = at;
-    empty = full + STAGES * 8;
-  }
-  __device__ u32 end() const { return empty + STAGES * 8; }
-
-  __device__ void init(u32 writers, u32 readers) const {
-    for (u32 stage = 0; stage < STAGES; ++stage) {
-      ptx::mbarrier_init(full_of(stage), writers);
-      ptx::mbarrier_init(empty_of(stage), readers);
-    }
-  }
-};
 
 // A unit as the producer hands it to the consumers, which read it where it is: registers are for
 // products.

@@ -67,12 +67,6 @@ struct Task {
   u32 inside;
 };
 
-// Equal sequence `s`.
-__device__ inline Sequence equal_sequence(const ForwardParams& p, u32 s) {
-  return {i32(s), p.uniform_q, p.uniform_kv, p.flags & Q_PADDED ? 0 : i64(s) * p.uniform_q,
-          p.flags & KV_PADDED ? 0 : i64(s) * p.uniform_kv};
-}
-
 // Blocks in their own order: sequence by sequence, where lengths differ the one with the most keys
 // first.
 __device__ inline Task task_of(const ForwardParams& p, u32 block) {

@@ -63,4 +63,29 @@ __device__ inline u32 atom_acq_rel_gpu_add_u32(u32* to, u32 x) {
   return before;
 }
 
+// ld.acquire.gpu.global.b32: what other blocks wrote before they released this word is seen after.
+// Minimum sm_70.
+__device__ inline u32 ld_acquire_gpu_b32(const u32* from) {
+  u32 x;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+
+// fence.acq_rel.gpu: orders this thread's accesses before and after it for the whole device.
+// Minimum sm_70.
+__device__ inline void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// red.relaxed.gpu.global.add.f32
+__device__ inline void red_global_add_f32(float* to, float x) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
+}
+
+// red.relaxed.gpu.global.add.v2.f32, on 8 bytes. SM 90: on an older one the call does not compile.
+template <int ARCH>
+__device__ inline void red_global_add_v2_f32(float* to, float x, float y) {
+  static_assert(ARCH >= 900, "red.global.add.v2.f32 needs sm_90");
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y)
+               : "memory");
+}
+
 }  // namespace attn::ptx

@@ -21,4 +21,12 @@ __device__ T* opaque(T* x) {
   return x;
 }
 
+// The same for registers that a product has written: what follows is computed after the wait for the
+// product, for volatile statements keep their order.
+template <int COUNT>
+__device__ void opaque_all(float (&x)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
 }  // namespace attn::ptx

@@ -20,6 +20,21 @@ __device__ inline Vec16 ld_shared_v4_b32(u32 address) {
   return v;
 }
 
+// ld.shared.v2.f32
+__device__ inline void ld_shared_v2_f32(float (&x)[2], u32 address) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(x[0]), "=f"(x[1])
+               : "r"(address)
+               : "memory");
+}
+
+// st.shared.v4.f32
+__device__ inline void st_shared_v4_f32(u32 address, float x, float y, float z, float w) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z),
+               "f"(w)
+               : "memory");
+}
+
 // st.shared.v4.b32
 __device__ inline void st_shared_v4_b32(u32 address, const Vec16& v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.word[0]),

@@ -17,7 +17,9 @@ HEADER = """\
 // a b where `scale_d` is 0; k is 16 elements of 16 bits, or 32 of e4m3. Warp w of the group holds
 // rows 16 w .. 16 w + 15 of d and, of 64 x k registers, of a: 16 bits as in m16n8k16 (ptx/mma.cuh),
 // one 8-column tile after the other; e4m3 with four elements where 16 bits have two. `ss`: a and b
-// in shared memory, both with k contiguous. `rs`: a in registers, b with n contiguous (trans-b), or
+// in shared memory, both with k contiguous. `ss_trans_b`: the same, b with n contiguous;
+// `ss_trans_ab`: a with m contiguous as well.
+// `rs`: a in registers, b with n contiguous (trans-b), or
 // with k contiguous for e4m3, which knows nothing else. Descriptors: tile/descriptor.cuh.
 // Who executes: all four warps of a warpgroup, converged. Minimum sm_90a. Registers of d and a belong to the
 // product until wgmma_wait_group says that it has ended.
@@ -54,7 +56,7 @@ def wrap(items, indent):
     return lines
 
 
-def asm(n, dtype, is_rs):
+def asm(n, dtype, is_rs, trans=""):
     count = n // 2
     k = 32 if dtype == "e4m3" else 16
     names = [f"%{i}" for i in range(count)]
@@ -69,10 +71,11 @@ def asm(n, dtype, is_rs):
         signature = f"static void rs(float (&d)[{count}], const u32 (&a)[4], u64 b, i32 scale_d)"
     else:
         a, b, flag = f"%{count}", f"%{count + 1}", f"%{count + 2}"
-        transposed = ", 0, 0" if k == 16 else ""
+        transposed = "" if k != 16 else {"": ", 0, 0", "b": ", 0, 1", "ab": ", 1, 1"}[trans]
         tail = f"}}, {a}, {b}, p, 1, 1{transposed}; }}"
         inputs = ['"l"(a)', '"l"(b)', '"r"(scale_d)']
-        signature = f"static void ss(float (&d)[{count}], u64 a, u64 b, i32 scale_d)"
+        name = f"ss_trans_{trans}" if trans else "ss"
+        signature = f"static void {name}(float (&d)[{count}], u64 a, u64 b, i32 scale_d)"
     outputs = wrap([f'"+f"(d[{i}])' for i in range(count)], 10)
     outputs = ("\n" + " " * 10).join(outputs)
     return f"""\
@@ -96,6 +99,10 @@ def main():
             body = []
             if n in (64, 96, 128):
                 body.append(asm(n, dtype, False))
+            if n == 64 and dtype != "e4m3":
+                body.append(asm(n, dtype, False, "b"))
+            if n in (64, 128) and dtype != "e4m3":
+                body.append(asm(n, dtype, False, "ab"))
             if n in (64, 128, 192, 256):
                 body.append(asm(n, dtype, True))
             out.append(f"\ntemplate <>\nstruct Wgmma<{n}, DType::{dtype}> {{\n" + "\n".join(body) + "};\n")

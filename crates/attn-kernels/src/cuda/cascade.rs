@@ -13,7 +13,7 @@
 
 use std::sync::Arc;
 
-use attn_core::{Cascade, CascadePlan, DType, Plan, Problem, Strided};
+use attn_core::{Cascade, CascadePlan, DType, Pass, Plan, Problem, Strided};
 use cudarc::driver::CudaStream;
 
 use super::call::{Inputs, KvTensors, Outputs, check_memory};
@@ -202,8 +202,8 @@ impl CudaEngine {
         }
         if outputs.layout().o.layout.is_empty() {
             let caps = self.caps();
-            return check_plan(plan.prefix(), &caps)
-                .and_then(|()| check_plan(plan.suffix(), &caps));
+            return check_plan(plan.prefix(), &caps, Pass::Forward)
+                .and_then(|()| check_plan(plan.suffix(), &caps, Pass::Forward));
         }
         self.prepare_cascade(plan, workspace, stream)?;
 

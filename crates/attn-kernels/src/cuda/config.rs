@@ -249,7 +249,7 @@ pub(crate) const fn code(dtype: DType) -> i64 {
     }
 }
 
-fn padded(dim: usize) -> usize {
+pub(crate) fn padded(dim: usize) -> usize {
     DIMS.into_iter().find(|&padded| padded >= dim).unwrap_or(MOST_DIM)
 }
 

@@ -13,6 +13,7 @@ use attn_core::{
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use cudarc::driver::{CudaContext, CudaStream};
 
+use super::backward::{self, Launches};
 use super::call::{Inputs, Outputs, check_memory};
 use super::capture::Captures;
 use super::event::Event;
@@ -21,7 +22,7 @@ use super::maps;
 use super::order::{COUNTER_BYTES, Order};
 use super::params::{self, Divisor};
 use super::step::{self, NewRows, Pages};
-use super::workspace::{Key, Prepared, Ready, Workspace};
+use super::workspace::{ForwardLaunch, Key, Prepared, Ready, Work, Workspace};
 use super::{cluster, config, forward};
 use crate::catalog::catalog;
 use crate::error::Error;
@@ -169,7 +170,7 @@ impl CudaEngine {
     /// of it. A run of a plan that is not prepared prepares it; only a capture needs it done before.
     ///
     /// # Errors
-    /// [`Error::Plan`] for a plan of another engine or pass, or one that its kernel does not take; [`Error::Call`] for
+    /// [`Error::Plan`] for a plan of another engine, or one that its kernel does not take; [`Error::Call`] for
     /// a problem too large for the kernel; the store's errors; [`Error::DeviceMemory`]; [`Error::Workspace`] on
     /// another stream than the workspace's, or during a capture. The workspace is as it was then.
     pub fn prepare(
@@ -183,7 +184,7 @@ impl CudaEngine {
     }
 
     /// Prepares a plan unless it is, and answers where it is in the workspace.
-    fn prepared(
+    pub(crate) fn prepared(
         &self,
         plan: &Plan,
         workspace: &mut Workspace,
@@ -195,8 +196,10 @@ impl CudaEngine {
             return Ok(at);
         }
         self.check_new(plan, workspace, stream)?;
-        let Built { prepared, partials, counters, tables, .. } =
-            self.build(plan, workspace, stream, false)?;
+        let Built { prepared, partials, counters, tables, .. } = match plan.problem.pass() {
+            Pass::Forward => self.build(plan, workspace, stream, false)?,
+            Pass::Backward => self.build_backward(plan, workspace)?,
+        };
         let memory = Arc::clone(&prepared.lengths);
         // The last step that can fail, for it may write over the lengths of the plan that makes room.
         if let Err(error) = memory.upload(stream, &tables) {
@@ -215,7 +218,7 @@ impl CudaEngine {
     ) -> Result<(), Error> {
         check_context(&self.context, stream.context())?;
         workspace.check_stream(stream)?;
-        check_plan(plan, &self.caps)?;
+        check_plan(plan, &self.caps, plan.problem.pass())?;
         if launch::is_capturing(stream)? {
             let expected = "a plan that was prepared before the capture (`CudaEngine::prepare`)";
             let got = format!("{} for a new problem", plan.kernel);
@@ -320,9 +323,7 @@ impl CudaEngine {
             _ => 1,
         };
         let outputs = lengths.partial_rows.unsigned_abs() * problem.value_dim() as u64 * 4;
-        let prepared = Prepared {
-            key: Key::of(plan),
-            lengths: Arc::clone(&memory),
+        let launch = ForwardLaunch {
             function,
             threads: config.threads,
             blocks: if is_persistent {
@@ -337,9 +338,32 @@ impl CudaEngine {
             map_tile: is_persistent.then_some(config.tile),
             params,
             partial_outputs: outputs,
+        };
+        let prepared = Prepared {
+            key: Key::of(plan),
+            lengths: Arc::clone(&memory),
+            work: Work::Forward(Box::new(launch)),
             used: 0,
         };
         Ok(Built { prepared, partials, counters, tables, keys: lengths.offset(Table::Keys) })
+    }
+
+    /// The launches of a backward plan, with the memory that they take; nothing is uploaded yet.
+    fn build_backward(&self, plan: &Plan, workspace: &Workspace) -> Result<Built, Error> {
+        let config = backward::config::main(plan)?;
+        let launches = Launches::new(&plan.problem, config, self.overlaps()?, |spec, smem| {
+            self.modules.function(spec, smem)
+        })?;
+        let tables = launches.upload().to_vec();
+        let partials = workspace.partials(&self.context, launches.bytes())?;
+        let memory = workspace.lengths(&self.context, tables.len())?;
+        let prepared = Prepared {
+            key: Key::of(plan),
+            lengths: memory,
+            work: Work::Backward(Box::new(launches)),
+            used: 0,
+        };
+        Ok(Built { prepared, partials, counters: None, tables, keys: None })
     }
 
     /// Whether device and driver let launches overlap, in captured graphs too.
@@ -368,7 +392,7 @@ impl CudaEngine {
         stream: &Arc<CudaStream>,
     ) -> Result<(), Error> {
         if self.check_call(plan, inputs, outputs, stream)? {
-            return check_plan(plan, &self.caps);
+            return check_plan(plan, &self.caps, Pass::Forward);
         }
         let at = self.prepared(plan, workspace, stream)?;
         launch_forward(&plan.problem, inputs, outputs, None, workspace.ready(at), stream)
@@ -398,7 +422,7 @@ impl CudaEngine {
         let is_empty = self.check_call(plan, &inputs, outputs, stream)?;
         check_memory(&self.context, new.memory())?;
         if is_empty {
-            return check_plan(plan, &self.caps);
+            return check_plan(plan, &self.caps, Pass::Forward);
         }
         let at = self.prepared(plan, workspace, stream)?;
         launch_forward(&plan.problem, &inputs, outputs, Some(&new), workspace.ready(at), stream)
@@ -470,11 +494,15 @@ pub(crate) fn launch_forward(
     stream: &CudaStream,
 ) -> Result<(), Error> {
     let Ready { prepared, partials, counters, maps: caches } = ready;
-    let mut params = prepared.params;
+    let Work::Forward(launch) = &prepared.work else {
+        let got = "a backward plan".to_owned();
+        return Err(Error::Plan { expected: FORWARD, got });
+    };
+    let mut params = launch.params;
     forward::fill(&mut params, problem, inputs, outputs)?;
     if let Some(partials) = partials {
         params.partial_o = partials.address();
-        params.partial_lse = partials.address() + prepared.partial_outputs;
+        params.partial_lse = partials.address() + launch.partial_outputs;
     }
     params.counter = counters.map_or(0, |counters| counters.address());
     let own = [Some(&prepared.lengths), counters, partials];
@@ -483,14 +511,14 @@ pub(crate) fn launch_forward(
     }
     let appended = new.into_iter().flat_map(NewRows::memory);
     let memory = || inputs.memory().chain(outputs.memory()).chain(appended.clone());
-    Captures::shared().hold([&prepared.function].into_iter(), own.into_iter().flatten(), memory());
+    Captures::shared().hold([&launch.function].into_iter(), own.into_iter().flatten(), memory());
     let forward = Launch {
-        cluster: prepared.cluster,
-        dynamic_smem: prepared.dynamic_smem,
-        overlaps: prepared.overlaps,
-        ..Launch::new(&prepared.function, prepared.blocks, prepared.threads)
+        cluster: launch.cluster,
+        dynamic_smem: launch.dynamic_smem,
+        overlaps: launch.overlaps,
+        ..Launch::new(&launch.function, launch.blocks, launch.threads)
     };
-    match prepared.map_tile {
+    match launch.map_tile {
         None => forward.run(stream, &params, &[]),
         Some(tile) => forward.run(stream, &params, &maps::forward(caches, problem, inputs, tile)?),
     }
@@ -501,13 +529,16 @@ pub(crate) fn launch_forward(
 /// ([`KernelStore::prepare`]) before the plans that need them. Needs no device.
 ///
 /// # Errors
-/// [`Error::Plan`] for a plan of another engine or pass.
+/// [`Error::Plan`] for a plan of another engine.
 pub fn instances(plan: &Plan) -> Result<Vec<KernelSpec>, Error> {
-    Ok(vec![config::forward(plan)?.spec])
+    match plan.problem.pass() {
+        Pass::Forward => Ok(vec![config::forward(plan)?.spec]),
+        Pass::Backward => backward::config::instances(plan),
+    }
 }
 
 /// A failed launch with the shape that it was for.
-fn with_shape(error: Error, problem: &Problem) -> Error {
+pub(crate) fn with_shape(error: Error, problem: &Problem) -> Error {
     let Error::Driver { call, what, code, name, reason } = error else {
         return error;
     };
@@ -533,19 +564,22 @@ pub(crate) fn warp_blocks(items: &[usize]) -> u32 {
     u32::try_from(all.div_ceil(WARPS)).map_or(most, |blocks| blocks.min(most))
 }
 
+/// What forward calls expect of a plan, and backward calls.
+const FORWARD: &str = "a forward plan of the CUDA engine that its kernel takes";
+pub(crate) const BACKWARD: &str = "a backward plan of the CUDA engine that its kernel takes";
+
 /// Checks that a plan names a kernel of this engine that states it takes such a problem. A plan may be made by
 /// hand, so that what a selector would have seen to is not taken for granted.
-pub(crate) fn check_plan(plan: &Plan, caps: &DeviceCaps) -> Result<(), Error> {
-    const EXPECTED: &str = "a forward plan of the CUDA engine that its kernel takes";
+pub(crate) fn check_plan(plan: &Plan, caps: &DeviceCaps, pass: Pass) -> Result<(), Error> {
     let kernel = catalog().iter().find(|kernel| {
         kernel.engine == Engine::Cuda && kernel.name == plan.kernel && kernel.family == plan.family
     });
     let problem = &plan.problem;
     let compute = caps.cuda.as_ref().map(|device| device.compute);
     let fits = kernel.is_some_and(|kernel| {
-        kernel.pass() == Pass::Forward && takes(kernel, problem) && kernel.runs_on(compute)
+        kernel.pass() == pass && takes(kernel, problem) && kernel.runs_on(compute)
     });
-    if fits && plan.engine == Engine::Cuda && problem.pass() == Pass::Forward {
+    if fits && plan.engine == Engine::Cuda && problem.pass() == pass {
         return Ok(());
     }
     let Plan { kernel: name, engine, family, .. } = plan;
@@ -558,7 +592,11 @@ pub(crate) fn check_plan(plan: &Plan, caps: &DeviceCaps) -> Result<(), Error> {
         "{name} ({engine}, {family}) for {rows} query rows, {q} over {kv}, dimensions {dim} and \
          {value_dim}, lacking {lacks:?}"
     );
-    Err(Error::Plan { expected: EXPECTED, got })
+    let expected = match pass {
+        Pass::Forward => FORWARD,
+        Pass::Backward => BACKWARD,
+    };
+    Err(Error::Plan { expected, got })
 }
 
 fn takes(kernel: &KernelDesc, problem: &Problem) -> bool {

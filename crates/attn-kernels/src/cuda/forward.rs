@@ -113,13 +113,24 @@ pub(crate) fn fill(
     inputs: &Inputs<'_>,
     outputs: &Outputs<'_>,
 ) -> Result<(), Error> {
+    fill_inputs(params, problem, inputs)?;
     let at = problem.q_arrangement();
-    params.q = rows("q", inputs.q.address(), inputs.q.layout(), at)?;
     let o = outputs.o.tensor();
     params.o = rows("o", o.address(), o.layout(), at)?;
     if let Some(lse) = &outputs.lse {
         params.lse = row_heads(lse.view().address(), lse.view().layout(), at);
     }
+    Ok(())
+}
+
+/// Fills in what a call reads.
+pub(crate) fn fill_inputs(
+    params: &mut ForwardParams,
+    problem: &Problem,
+    inputs: &Inputs<'_>,
+) -> Result<(), Error> {
+    let at = problem.q_arrangement();
+    params.q = rows("q", inputs.q.address(), inputs.q.layout(), at)?;
     match (&inputs.kv, problem.kv()) {
         (KvTensors::Dense { k, v }, KvStorage::Dense(at)) => {
             params.k = rows("k", k.address(), k.layout(), *at)?;
@@ -164,9 +175,19 @@ pub(crate) fn check_alignment(inputs: &Inputs<'_>, outputs: &Outputs<'_>) -> Res
         KvTensors::Dense { k, v } => (k, v),
         KvTensors::Paged { k_cache, v_cache, .. } => (k_cache, v_cache),
     };
-    for (field, tensor) in [("q", &inputs.q), ("k", k), ("v", v), ("o", outputs.o.tensor())] {
+    check_rows([("q", &inputs.q), ("k", k), ("v", v), ("o", outputs.o.tensor())], "cuda_naive")
+}
+
+/// Checks that rows of tensors start on 16 bytes; `other` is the kernel that takes any.
+pub(crate) fn check_rows<'a, const N: usize>(
+    tensors: [(&'static str, &DeviceTensor<'a>); N],
+    other: &'static str,
+) -> Result<(), Error> {
+    for (field, tensor) in tensors {
         if !is_aligned(tensor.address(), tensor.operand()) {
-            let expected = "rows that start on 16 bytes; cuda_naive takes any, with the other kernels disabled";
+            let expected = format!(
+                "rows that start on 16 bytes; {other} takes any, with the other kernels disabled"
+            );
             let layout = tensor.layout();
             let got = format!(
                 "shape {:?}, strides {:?} of {}, address {:#x}",
@@ -195,7 +216,12 @@ pub(crate) fn is_aligned(address: u64, tensor: Operand<'_>) -> bool {
 }
 
 /// A tensor `[rows, heads, dim]` or `[sequences, rows, heads, dim]`.
-fn rows(field: &'static str, data: u64, layout: &Strided, at: Arrangement) -> Result<Rows, Error> {
+pub(crate) fn rows(
+    field: &'static str,
+    data: u64,
+    layout: &Strided,
+    at: Arrangement,
+) -> Result<Rows, Error> {
     if !layout.is_row_contiguous() {
         let got = format!("strides {:?}", layout.strides());
         return Err(attn_core::Error::layout(field, "innermost stride 1", got).into());

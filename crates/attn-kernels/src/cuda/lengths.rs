@@ -271,7 +271,7 @@ fn uniform(problem: &Problem, units: i64) -> Option<Uniform> {
     Some(Uniform { units, q_len, kv_len })
 }
 
-fn product(factors: &[usize]) -> Result<i64, Error> {
+pub(crate) fn product(factors: &[usize]) -> Result<i64, Error> {
     let wide = factors.iter().try_fold(1usize, |product, &factor| product.checked_mul(factor));
     wide.and_then(|n| i64::try_from(n).ok()).ok_or_else(|| overflow("units of work"))
 }
@@ -284,7 +284,7 @@ fn overflow(what: &'static str) -> Error {
     attn_core::Error::Overflow { what, detail: "counted over all sequences".to_owned() }.into()
 }
 
-fn too_many(field: &'static str, most: usize, got: usize) -> Error {
+pub(crate) fn too_many(field: &'static str, most: usize, got: usize) -> Error {
     attn_core::Error::invalid(field, format!("at most {most}"), got).into()
 }
 

@@ -1,4 +1,5 @@
-//! The tensor maps of a forward launch: how the copy engine finds tiles of queries, keys and values.
+//! The tensor maps of a launch: how the copy engine finds tiles of queries, keys and values, and of the gradient of the
+//! output.
 //!
 //! The invariant: every map has the four axes that the kernels' coordinates name, sequence, row, head and element,
 //! whatever the arrangement; a packed tensor is one sequence, and a cache has pages in their place. Encoding one
@@ -27,6 +28,7 @@ pub(crate) struct Caches {
     q: MapCache,
     k: MapCache,
     v: MapCache,
+    d_o: MapCache,
 }
 
 /// Maps of q, k and v for boxes of a tile's rows.
@@ -55,6 +57,28 @@ pub(crate) fn forward<'a>(
         Some(order) => pages(cache, field, tensor, order, boxes),
     };
     Ok([q, of(&mut caches.k, "k", k)?, of(&mut caches.v, "v", v)?])
+}
+
+/// Maps of q, k, v and the gradient of o for boxes of a tile's query rows and keys; some keys there are.
+pub(crate) fn backward<'a>(
+    caches: &mut Caches,
+    inputs: &Inputs<'a>,
+    d_o: &DeviceTensor<'a>,
+    tile: Tile,
+) -> Result<[TensorMap<'a>; 4], Error> {
+    let KvTensors::Dense { k, v } = &inputs.kv else {
+        return Err(
+            attn_core::Error::invalid("kv", "dense keys and values", "a paged cache").into()
+        );
+    };
+    let k = rows(&mut caches.k, "k", k, tile.kv)?;
+    let v = rows(&mut caches.v, "v", v, tile.kv)?;
+    // Of no rows no map can be made, and none is copied.
+    if inputs.q.layout().is_empty() || d_o.layout().is_empty() {
+        return Ok([k, k, v, v]);
+    }
+    let q = rows(&mut caches.q, "q", &inputs.q, tile.q)?;
+    Ok([q, k, v, rows(&mut caches.d_o, "do", d_o, tile.q)?])
 }
 
 /// Which axes of a cache are slot and head.
@@ -105,7 +129,7 @@ fn encode<'a>(
 ) -> Result<TensorMap<'a>, Error> {
     let Boxed { shape, strides, rows, heads, .. } = boxed;
     if let Some(stride) = strides.iter().find(|stride| **stride < 0) {
-        let expected = "strides that are not negative (others: disable cuda_prefill_sm90a, cuda_prefill takes them)";
+        let expected = "strides that are not negative (others: disable the kernels of Hopper alone, portable ones take them)";
         return Err(attn_core::Error::layout(field, expected, stride).into());
     }
     // Coordinates are 32-bit.

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use attn_core::{Family, Plan, Problem, Split, Tile};
 use cudarc::driver::{CudaContext, CudaStream};
 
+use super::backward::Launches;
 use super::maps;
 use super::params::ForwardParams;
 use crate::error::Error;
@@ -56,8 +57,25 @@ pub(crate) struct Ready<'w> {
 #[derive(Debug)]
 pub(crate) struct Prepared {
     pub(crate) key: Key,
-    /// The lengths, as [`super::lengths::Lengths`] lays them out, and the order of units; nothing for equal sequences.
+    /// The lengths, as [`super::lengths::Lengths`] or a backward's tiles lay them out, and the order of units; nothing for
+    /// equal sequences.
     pub(crate) lengths: Arc<Allocation>,
+    pub(crate) work: Work,
+    pub(crate) used: u64,
+}
+
+/// The launches of one pass.
+#[derive(Debug)]
+pub(crate) enum Work {
+    /// One.
+    Forward(Box<ForwardLaunch>),
+    /// Several.
+    Backward(Box<Launches>),
+}
+
+/// The launch of a forward but its tensors.
+#[derive(Debug)]
+pub(crate) struct ForwardLaunch {
     pub(crate) function: Arc<Function>,
     pub(crate) threads: u32,
     pub(crate) blocks: u32,
@@ -71,7 +89,6 @@ pub(crate) struct Prepared {
     pub(crate) params: ForwardParams,
     /// Bytes of partial outputs, which come before the partial LSEs.
     pub(crate) partial_outputs: u64,
-    pub(crate) used: u64,
 }
 
 /// What of a plan decides its launches.
@@ -121,7 +138,8 @@ impl Workspace {
         self.find(plan).is_some()
     }
 
-    /// Writes `byte` over the memory for partial results, in stream order: what a run reads there it has written.
+    /// Writes `byte` over the memory for partial results, and for what the launches of a backward leave each other, in
+    /// stream order: what a run reads there it has written.
     ///
     /// # Errors
     /// [`Error::Workspace`] on another stream than the workspace's; [`Error::Driver`].

@@ -1,0 +1,129 @@
+//! The Hopper backward kernel: its tile, and its instance for a problem.
+//!
+//! The invariant: shared memory is counted as `cuda/attn/backward_block_sm90a.cuh` lays it out, and an instance fits the
+//! registers that `cuda/base/config_backward_sm90a.cuh` gives its warpgroups without a spill.
+
+use attn_core::{Bytes, HostCaps, Problem, Split, Tile};
+
+use super::config::{Config, Main, is_ordered};
+use super::space;
+use crate::cuda::config::code;
+use crate::instances::Instance;
+use crate::spec::{Entry, KernelSpec};
+
+/// Most elements of a row of queries, keys or values: sums of 64 keys and as many columns of either gradient are registers
+/// of a warpgroup.
+pub(crate) const MOST_DIM: usize = 128;
+
+/// Keys of a block: two warpgroups have 64 each.
+const KEYS: usize = 128;
+
+/// Query rows of a tile, which take the registers that narrow sums leave.
+const ROWS: &[Tile] = &[Tile { q: 64, kv: KEYS }];
+const NARROW_ROWS: &[Tile] = &[Tile { q: 128, kv: KEYS }];
+
+/// A block has three warpgroups.
+const THREADS: u32 = 384;
+
+/// Tiles in flight, of queries and of gradients of the output.
+const QUERY_STAGES: usize = 3;
+const GRADIENT_STAGES: usize = 2;
+
+/// What `KeyTile` takes in `cuda/kernel/backward_sm90a.cu`.
+const STATIC_BYTES: usize = 96;
+
+/// Dimensions are padded to whole panels, which the copy engine fills with zeros; keys are no narrower than values.
+fn dims(problem: &Problem) -> (usize, usize) {
+    let padded = |dim: usize| dim.max(1).next_multiple_of(64);
+    let value_dim = padded(problem.value_dim());
+    (padded(problem.head_dim()).max(value_dim), value_dim)
+}
+
+/// The tile of a problem.
+pub(crate) fn tiles(problem: &Problem) -> &'static [Tile] {
+    if dims(problem).0 <= 64 { NARROW_ROWS } else { ROWS }
+}
+
+/// Bytes of keys, values, query rows, gradients of output and of scores, sums of dQ, two numbers of a row, and barriers;
+/// the way to the next multiple of 1024 included.
+fn dynamic_smem(problem: &Problem, tile: Tile) -> usize {
+    let (dim, value_dim) = dims(problem);
+    let stages = QUERY_STAGES * dim + GRADIENT_STAGES * value_dim;
+    let halves = KEYS * (dim + value_dim) + tile.q * (stages + 2 * KEYS);
+    let numbers = tile.q * (dim + QUERY_STAGES + GRADIENT_STAGES);
+    let barriers = 2 + 2 * (QUERY_STAGES + GRADIENT_STAGES);
+    1024 + 2 * halves + 4 * numbers + 8 * barriers
+}
+
+/// Shared memory of a block.
+pub(crate) fn smem(problem: &Problem, tile: Tile) -> Bytes {
+    Bytes::of(dynamic_smem(problem, tile) + STATIC_BYTES, 1)
+}
+
+/// Workspace as the portable kernel's, its sums as wide as this one's tiles.
+pub(crate) fn workspace(problem: &Problem, _: &HostCaps, _: Tile, _: Split) -> Bytes {
+    space::stated(problem, Main::Tiled, dims(problem).0)
+}
+
+/// The instance of a problem and its tile.
+pub(crate) fn config(problem: &Problem, tile: Tile) -> Config {
+    let int = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
+    let (head_dim, value_dim) = dims(problem);
+    let defines = [
+        ("dtype", code(problem.q_dtype())),
+        ("head_dim", int(head_dim)),
+        ("value_dim", int(value_dim)),
+        ("capped", i64::from(problem.softcap().is_some())),
+        ("deterministic", i64::from(is_ordered(problem))),
+    ];
+    Config {
+        main: Main::Tiled,
+        has_maps: true,
+        spec: KernelSpec::new(Entry::BackwardSm90a, defines),
+        threads: THREADS,
+        dynamic_smem: u32::try_from(dynamic_smem(problem, tile)).unwrap_or(u32::MAX),
+        tile,
+        dq_dim: head_dim,
+    }
+}
+
+/// An instance as the shipped list names it.
+pub(crate) fn instance(problem: &Problem, tile: Tile) -> Instance {
+    let Config { spec, threads, dynamic_smem, .. } = config(problem, tile);
+    Instance { spec, threads, dynamic_smem }
+}
+
+#[cfg(test)]
+mod tests {
+    use attn_core::{DType, ProblemSpec};
+
+    use super::*;
+
+    fn problem(dims: (usize, usize)) -> Problem {
+        let mut spec = ProblemSpec::new(DType::BF16, 8, 2, dims.0, &[300], &[300]);
+        spec.value_dim = dims.1;
+        Problem::new(spec).expect("valid")
+    }
+
+    #[test]
+    fn every_dim_fits_a_block_of_a_hopper() {
+        for dim in (8..=MOST_DIM).step_by(8) {
+            for value_dim in [8, 64, 72, 128] {
+                let problem = problem((dim, value_dim));
+                let bytes = smem(&problem, tiles(&problem)[0]);
+                assert!(bytes <= Bytes(227 << 10), "{dim} {value_dim}: {bytes:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn tiles_have_as_many_sums_of_dq_whatever_the_dimension() {
+        for (own, padded) in [((64, 64), (64, 64)), ((40, 72), (128, 128)), ((128, 64), (128, 64))]
+        {
+            let problem = problem(own);
+            assert_eq!(dims(&problem), padded);
+            let tile = tiles(&problem)[0];
+            assert_eq!(tile.q * config(&problem, tile).dq_dim, 8192);
+        }
+    }
+}
