@@ -249,7 +249,7 @@ fn backward_kinds() -> Vec<BackwardKind> {
     kinds.push(BackwardKind { dims: (192, 128), ..plain(BF16, 192) });
     kinds.extend([64, 128].map(|dim| plain(F16, dim)));
     kinds.extend([64, 128].map(|dim| BackwardKind { is_general: true, ..plain(BF16, dim) }));
-    for dim in [64, 128] {
+    for dim in [64, 128, 256] {
         let own = BackwardKind::hopper(BF16, dim);
         kinds.extend([own, BackwardKind::hopper(F16, dim)]);
         kinds.push(BackwardKind { is_ordered: true, ..own });
