@@ -78,7 +78,8 @@ struct KeyGradient : Scores {
   // Hands the part of dQ to the warp that moves it.
   __device__ void hand_sums() {
     ptx::opaque_all(sums);
-    const u32 own = block.sums + consumer * SUM_BYTES + ptx::opaque(threadIdx.x) % config::WARPGROUP * 16;
+    const u32 own =
+        block.sums + consumer * SUM_BYTES + ptx::opaque(threadIdx.x) % config::WARPGROUP * 16;
     ptx::bar_sync(SUM_EMPTY_BARRIER + consumer, SUM_THREADS);
 #pragma unroll
     for (int j = 0; j < SUMS / 4; ++j) {

@@ -72,8 +72,8 @@ struct Scores {
   template <int ROWS, int DIM>
   __device__ void clear(u32 tile, i32 lo, i32 hi) const {
     constexpr i32 PIECES = 8;
-    for (i32 piece = lo * PIECES + i32(ptx::opaque(threadIdx.x)) % config::WARPGROUP; piece < hi * PIECES;
-         piece += config::WARPGROUP) {
+    for (i32 piece = lo * PIECES + i32(ptx::opaque(threadIdx.x)) % config::WARPGROUP;
+         piece < hi * PIECES; piece += config::WARPGROUP) {
 #pragma unroll
       for (int panel = 0; panel < tile::panels_of(DIM, config::ELEMENT_BYTES); ++panel) {
         ptx::st_shared_v4_b32(tile + panel * ROWS * tile::PANEL_ROW_BYTES + u32(piece) * 16,

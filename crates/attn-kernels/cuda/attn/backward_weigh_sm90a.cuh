@@ -85,8 +85,8 @@ __device__ void weigh(const ForwardParams& call, const Seen& seen, u32 lse2,
   }
 }
 
-// The slope of the soft-cap at a score, from its weight 2^(score - lse2): a logarithm more is cheaper
-// than registers that keep it. Of a weight of 0 it is any finite number.
+// The slope of the soft-cap at a score, from its weight 2^(score - lse2): a logarithm more is
+// cheaper than registers that keep it. Of a weight of 0 it is any finite number.
 __device__ inline float cap_slope(float weight, float lse2, float per_unit) {
   const float tanh = (ptx::lg2_approx_f32(weight) + lse2) * per_unit;
   return fmaxf(__fmaf_rn(-tanh, tanh, 1.0f), 0.0f);
@@ -103,8 +103,8 @@ __device__ inline u32 laid_rows(u32 panel) {
   return panel + (lane / 16 * 8 + lane % 8) * tile::PANEL_ROW_BYTES + ((chunk ^ lane % 8) << 4);
 }
 
-// Makes pairs of weights, and of the gradients of scores, which it lays down as rows. `lse2`, `delta`: of the
-// tile's rows.
+// Makes pairs of weights, and of the gradients of scores, which it lays down as rows. `lse2`,
+// `delta`: of the tile's rows.
 __device__ inline void differentiate(const ForwardParams& call, u32 lse2, u32 delta, u32 panel,
                                      const float (&scores)[SCORES], const float (&slopes)[SCORES],
                                      u32 (&weights)[PAIRS]) {

@@ -72,7 +72,7 @@ struct WideGradient : Scores {
     const u32 thread = ptx::opaque(threadIdx.x) % config::WARPGROUP;
     if constexpr (config::IS_DETERMINISTIC) {
       if (thread == 0) {
-        const u32 before = u32(rank_of(keys, walk.tile)) * config::CONSUMERS;
+        const u32 before = rank_of(keys, walk.tile) * config::CONSUMERS;
         while (ptx::ld_acquire_gpu_b32(turn) < before) {
         }
       }
@@ -83,8 +83,7 @@ struct WideGradient : Scores {
 #pragma unroll
     for (int j = 0; j < OWN_SUMS / 4; ++j) {
       ptx::red_global_add_v4_f32<__CUDA_ARCH__>(to + j * config::WARPGROUP * 4, sums[j * 4],
-                                                sums[j * 4 + 1], sums[j * 4 + 2],
-                                                sums[j * 4 + 3]);
+                                                sums[j * 4 + 1], sums[j * 4 + 2], sums[j * 4 + 3]);
     }
     if constexpr (config::IS_DETERMINISTIC) {
       ptx::fence_acq_rel_gpu();

@@ -51,7 +51,8 @@ __device__ inline void backward_sm90a(const BackwardParams& p, const Maps& maps)
     return;
   }
   ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();
-  Consumer<HEAD_DIM, VALUE_DIM>(p, block, keys, u32(one_of_warp(i32(threadIdx.x) / WARPGROUP - 1))).run();
+  Consumer<HEAD_DIM, VALUE_DIM>(p, block, keys, u32(one_of_warp(i32(threadIdx.x) / WARPGROUP - 1)))
+      .run();
 }
 
 }  // namespace attn

@@ -29,7 +29,7 @@ const THREADS: u32 = 384;
 const GRADIENT_STAGES: usize = 2;
 
 /// What `KeyTile` takes in `cuda/kernel/backward_sm90a.cu`.
-const STATIC_BYTES: usize = 96;
+const STATIC_BYTES: usize = 80;
 
 /// Dimensions are padded to whole panels, which the copy engine fills with zeros; keys are no narrower than values.
 fn dims(problem: &Problem) -> (usize, usize) {
@@ -97,6 +97,17 @@ pub(crate) fn config(problem: &Problem, tile: Tile) -> Config {
     }
 }
 
+/// What of a Hopper's second-level cache, 50 MiB, is for rows.
+const SECTION_BYTES: usize = 40 << 20;
+
+/// KV heads whose blocks run side by side: as many as leave the rows of a query head of each, with their gradients and
+/// sums, in the second-level cache. All blocks of a head read them.
+pub(crate) fn section(problem: &Problem, config: &Config) -> usize {
+    let row = 2 * (problem.head_dim() + problem.value_dim()) + 4 * config.dq_dim;
+    let head = problem.lengths().longest_q().saturating_mul(row).max(1);
+    (SECTION_BYTES / head).clamp(1, 1 << 10)
+}
+
 /// An instance as the shipped list names it.
 pub(crate) fn instance(problem: &Problem, tile: Tile) -> Instance {
     let Config { spec, threads, dynamic_smem, .. } = config(problem, tile);
@@ -124,6 +135,16 @@ mod tests {
                 assert!(bytes <= Bytes(227 << 10), "{dim} {value_dim}: {bytes:?}");
             }
         }
+    }
+
+    #[test]
+    fn sections_hold_as_many_heads_as_the_cache_has_room_for() {
+        let of = |rows: usize| {
+            let spec = ProblemSpec::new(DType::BF16, 8, 8, 128, &[rows], &[rows]);
+            let problem = Problem::new(spec).expect("valid");
+            section(&problem, &config(&problem, TILES[0]))
+        };
+        assert_eq!((of(0), of(2048), of(8192), of(1 << 17)), (1 << 10, 20, 5, 1));
     }
 
     #[test]
