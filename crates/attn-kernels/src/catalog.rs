@@ -12,7 +12,7 @@
 //! | `cuda_prefill_sm90a` | cuda | prefill | f16 bf16 e4m3 | as q | multiples of 8 to 256, e4m3 of 16 | any | an fp8 cache of wider queries, pages of no multiple of 8 rows |
 //! | `cuda_prefill` | cuda | prefill | f16 bf16 | as q, or fp8 | multiples of 8 to 256 | any | |
 //! | `cuda_naive` | cuda | general | f32 f16 bf16 e4m3 | as q, or fp8 | any | any | |
-//! | `cuda_backward_sm90a` | cuda | backward | f16 bf16 | as q | multiples of 8 to 128 | any | bias, ALiBi, masks but the band, paged or fp8 cache |
+//! | `cuda_backward_sm90a` | cuda | backward | f16 bf16 | as q | multiples of 8 to 256 | any | bias, ALiBi, masks but the band, paged or fp8 cache |
 //! | `cuda_backward` | cuda | backward | f16 bf16 | as q | multiples of 8 to 256 | any | paged or fp8 cache |
 //! | `cuda_backward_naive` | cuda | backward | f32 f16 bf16 | as q | any | any | paged or fp8 cache |
 //! | `cpu_decode` | cpu | decode | f32 f16 bf16 e4m3 | as q, or fp8 | any | at most 16 | |

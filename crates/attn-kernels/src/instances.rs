@@ -249,12 +249,12 @@ fn backward_kinds() -> Vec<BackwardKind> {
     kinds.push(BackwardKind { dims: (192, 128), ..plain(BF16, 192) });
     kinds.extend([64, 128].map(|dim| plain(F16, dim)));
     kinds.extend([64, 128].map(|dim| BackwardKind { is_general: true, ..plain(BF16, dim) }));
-    for dim in [64, 128] {
+    for dim in [64, 128, 256] {
         let own = BackwardKind::hopper(BF16, dim);
-        kinds.extend([own, BackwardKind::hopper(F16, dim)]);
-        kinds.push(BackwardKind { is_ordered: true, ..own });
-        kinds.push(BackwardKind { is_capped: true, ..own });
+        kinds.extend([own, BackwardKind { is_ordered: true, ..own }]);
     }
+    kinds.extend([64, 128].map(|dim| BackwardKind::hopper(F16, dim)));
+    kinds.push(BackwardKind { is_capped: true, ..BackwardKind::hopper(BF16, 128) });
     kinds
 }
 

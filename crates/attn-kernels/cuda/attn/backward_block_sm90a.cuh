@@ -3,7 +3,8 @@
 // Shared memory, from a multiple of 1024: keys [BLOCK_N, HEAD_DIM]; values [BLOCK_N, VALUE_DIM],
 // whose place serves the results in the end; query tiles [QUERY_STAGES, BLOCK_M, HEAD_DIM];
 // gradients of output [GRADIENT_STAGES, BLOCK_M, VALUE_DIM]; gradients of scores [2, BLOCK_M,
-// BLOCK_N]; f32 sums for dQ, SUM_BYTES of each consumer; f32 log-sum-exps [QUERY_STAGES, BLOCK_M]
+// BLOCK_N]; weights, the same, where rows are wide, else f32 sums for dQ, SUM_BYTES of each
+// consumer; f32 log-sum-exps [QUERY_STAGES, BLOCK_M]
 // and row sums of dO * O [GRADIENT_STAGES, BLOCK_M]; barriers of 8 bytes: keys, values, queries
 // full, empty [QUERY_STAGES], gradients full, empty [GRADIENT_STAGES].
 // The full barriers have one arrival, the producer's, and count bytes; the empty ones have one of
@@ -33,7 +34,8 @@ constexpr u32 ROW_BYTES = config::BLOCK_M * 4;
 constexpr int SUM_EDGE = 64;
 constexpr int SUMS = SUM_EDGE * SUM_EDGE / config::WARPGROUP;
 constexpr u32 SUM_BYTES = SUM_EDGE * SUM_EDGE * 4;
-static_assert(config::CONSUMERS * SUM_BYTES == config::BLOCK_M * config::HEAD_DIM * 4);
+static_assert(config::IS_WIDE ||
+              config::CONSUMERS * SUM_BYTES == config::BLOCK_M * config::HEAD_DIM * 4);
 
 struct Block {
   u32 keys;
@@ -41,7 +43,8 @@ struct Block {
   Ring<config::QUERY_STAGES> queries;
   Ring<config::GRADIENT_STAGES> gradients;
   u32 slopes;
-  u32 sums;
+  u32 weights;  // where rows are wide
+  u32 sums;     // where they are not
   u32 lse2;
   u32 delta;
   u32 keys_full;
@@ -54,8 +57,9 @@ struct Block {
     queries.tiles = values + VALUE_BYTES;
     gradients.tiles = queries.tiles + QUERY_STAGES * QUERY_BYTES;
     slopes = gradients.tiles + GRADIENT_STAGES * GRADIENT_BYTES;
-    sums = slopes + 2 * SLOPE_BYTES;
-    lse2 = sums + CONSUMERS * SUM_BYTES;
+    weights = slopes + 2 * SLOPE_BYTES;
+    sums = weights;
+    lse2 = sums + (IS_WIDE ? 2 * SLOPE_BYTES : CONSUMERS * SUM_BYTES);
     delta = lse2 + QUERY_STAGES * ROW_BYTES;
     keys_full = delta + GRADIENT_STAGES * ROW_BYTES;
     values_full = keys_full + 8;
@@ -66,6 +70,7 @@ struct Block {
   __device__ u32 query_tile(u32 count) const { return queries.tile<QUERY_BYTES>(count); }
   __device__ u32 gradient_tile(u32 count) const { return gradients.tile<GRADIENT_BYTES>(count); }
   __device__ u32 slope_tile(u32 count) const { return slopes + count % 2 * SLOPE_BYTES; }
+  __device__ u32 weight_tile(u32 count) const { return weights + count % 2 * SLOPE_BYTES; }
   __device__ u32 lse2_of(u32 count) const {
     return lse2 + count % config::QUERY_STAGES * ROW_BYTES;
   }

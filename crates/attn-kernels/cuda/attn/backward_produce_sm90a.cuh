@@ -86,11 +86,11 @@ __device__ inline void move_sums(const BackwardParams& p, const Block& block, co
     if (leads) {
       const i32 head = keys.kv_head * i32(p.call.group.value) + walk.head;
       const i64 padded = keys.padded + walk.tile * BLOCK_M;
-      float* const to = p.dq_sum + (head * p.padded_rows + padded) * HEAD_DIM +
-                        i64(consumer * (SUM_BYTES / 4));
+      float* const to =
+          p.dq_sum + (head * p.padded_rows + padded) * HEAD_DIM + i64(consumer * (SUM_BYTES / 4));
       if constexpr (IS_DETERMINISTIC) {
         u32* const turn = turn_at(p, head, padded);
-        const u32 before = u32(rank_of(keys, walk.tile)) * CONSUMERS;
+        const u32 before = rank_of(keys, walk.tile) * CONSUMERS;
         while (ptx::ld_acquire_gpu_b32(turn) < before) {
         }
         ptx::fence_proxy_async_global();

@@ -13,8 +13,8 @@
 #include "attn/band.cuh"
 #include "attn/turns.cuh"
 #include "attn/unit.cuh"
-#include "base/config_backward_sm90a.cuh"
 #include "base/backward_params.cuh"
+#include "base/config_backward_sm90a.cuh"
 
 namespace attn {
 
@@ -26,11 +26,8 @@ struct KeyTile {
   i32 stored;  // keys of the sequence that are written, padding included
   i32 lo;      // tiles of rows lo .. hi are visited
   i32 hi;
-  i32 start;   // the one that is visited first; from hi the walk goes on at lo
-  i32 tiles;   // of keys of the sequence
   i64 padded;  // padded row of the sequence's first row
 
-  __device__ i32 index() const { return first / config::BLOCK_N; }
   __device__ i32 visits(const BackwardParams& p) const {
     return (hi - lo) * i32(p.call.group.value);
   }
@@ -48,14 +45,9 @@ struct KeyTile {
   __device__ Keys seen() const { return {band.lo() - first, band.hi() - first}; }
 };
 
-// Deterministic sums of a full mask: so many blocks run at once that each may start at another tile
-// of rows, and be waited for by all others. Fewer than any Hopper has multiprocessors.
-constexpr i32 COHORT = 64;
-
-// Whether the blocks of a sequence start along the diagonal, each at the first rows that see it.
+// Whether tiles of keys are first seen by later and later rows, so that their blocks, each of which
+// starts there, run along a diagonal.
 __device__ inline bool is_diagonal(const Band& band) { return band.right >= 0; }
-// Whether all tiles of rows see all tiles of keys.
-__device__ inline bool is_open(const Band& band) { return band.right < 0 && band.left < 0; }
 
 // The tile of keys of this block, by the order in which blocks begin where one waits for another.
 __device__ inline KeyTile key_tile(const BackwardParams& p) {
@@ -65,15 +57,15 @@ __device__ inline KeyTile key_tile(const BackwardParams& p) {
   if constexpr (IS_DETERMINISTIC) {
     block = __shfl_sync(~0u, threadIdx.x % WARP == 0 ? take_ticket(p) : 0, 0);
   }
-  const u32 kv_heads = call.group.divide(u32(call.q_heads));
+  const u32 kv_heads = u32(p.kv_heads);
   KeyTile tile;
-  u32 units;
-  u32 index;
+  u32 units;               // tiles of keys of a sequence
+  u32 index;               // of the block, among those of
+  u32 columns = kv_heads;  // so many KV heads, of all sequences where they are equal
   if (call.uniform_units.value != 0) {
     units = call.uniform_units.value;
-    const u32 s = call.uniform_units.divide(block / kv_heads);
-    index = block - s * units * kv_heads;
-    tile.sequence = equal_sequence(call, s);
+    index = block;
+    columns *= u32(call.batch);
   } else {
     const i32 place = find_sequence(call.unit_starts, call.batch, block / kv_heads);
     const i64 first = call.unit_starts[place];
@@ -81,13 +73,22 @@ __device__ inline KeyTile key_tile(const BackwardParams& p) {
     index = block - u32(first) * kv_heads;
     tile.sequence = sequence_at(call, i32(call.sequences[place]));
   }
+  // Sections of heads whose rows the second-level cache holds, tile by tile in each: the tiles that
+  // most rows see come first under a causal bound, so that short ones fill the end.
+  const u32 wanted = u32(max_of(call.section, 1));
+  const u32 most = wanted < columns ? wanted : columns;
+  const u32 section = index / (most * units) * most;
+  const u32 width = columns - section < most ? columns - section : most;
+  index -= section * units;
+  const i32 inside = i32(index / width);
+  const u32 column = section + index - u32(inside) * width;
+  const u32 s = column / kv_heads;
+  tile.kv_head = i32(column - s * kv_heads);
+  if (call.uniform_units.value != 0) tile.sequence = equal_sequence(call, s);
   const Sequence& sequence = tile.sequence;
   tile.band = Band(call, sequence.q_len, sequence.kv_len);
-  tile.kv_head = i32(index / units);
-  tile.tiles = i32(units);
-  const i32 inside = i32(index - u32(tile.kv_head) * units);
-  // The tile that most rows see comes first under a causal bound, so that short ones fill the end.
-  // Where sums have an order the last one does: those that start later wait for those before.
+  // Where sums have an order, those that start later wait for those before: the last tile comes
+  // first.
   const bool is_reversed = IS_DETERMINISTIC && is_diagonal(tile.band);
   tile.first = (is_reversed ? i32(units) - 1 - inside : inside) * BLOCK_N;
   tile.stored = p.written_keys >= 0 ? p.written_keys : sequence.kv_len;
@@ -104,11 +105,6 @@ __device__ inline KeyTile key_tile(const BackwardParams& p) {
       tile.hi = ceil_div(end, BLOCK_M);
     }
   }
-  tile.start = tile.lo;
-  if (IS_DETERMINISTIC && is_open(tile.band)) {
-    const i32 base = tile.index() / COHORT * COHORT;
-    tile.start = (tile.index() - base) * tile.hi / min_of(tile.tiles - base, COHORT);
-  }
   return tile;
 }
 
@@ -117,12 +113,12 @@ struct Walk {
   i32 head;  // of the group
   i32 tile;
 
-  __device__ explicit Walk(const KeyTile& keys) : head(0), tile(keys.start) {}
+  __device__ explicit Walk(const KeyTile& keys) : head(0), tile(keys.lo) {}
 
   __device__ void next(const KeyTile& keys) {
-    ++tile;
-    if (tile == keys.hi) tile = keys.lo;
-    if (tile == keys.start) ++head;
+    if (++tile < keys.hi) return;
+    tile = keys.lo;
+    ++head;
   }
 };
 

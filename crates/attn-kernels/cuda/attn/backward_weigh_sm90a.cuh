@@ -2,7 +2,8 @@
 //
 // Source: T. Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, lines 11 to 14: P = exp(S -
 // L), dS = P (dP - D); of a soft-cap c, S = c tanh(x / c), whose slope is 1 - tanh(x / c)^2.
-// Registers: scores and their gradients transposed, [64 keys, BLOCK_M rows] over a warpgroup in
+// Registers: scores and their gradients transposed, [64 keys, SCORE_ROWS rows] over a
+// warpgroup in
 // f32. Lane l of warp w has keys 16 w + l / 4 and 8 more; of every eight rows, 2 (l % 4) and the
 // next. In pairs of rows they are what a product takes as its first operand.
 // Who executes: all lanes of a warp, converged.
@@ -21,7 +22,7 @@
 
 namespace attn {
 
-constexpr int SCORES = config::BLOCK_M / 2;
+constexpr int SCORES = config::SCORE_ROWS / 2;
 // Words of pairs of 16 bits.
 constexpr int PAIRS = SCORES / 2;
 
@@ -84,29 +85,34 @@ __device__ void weigh(const ForwardParams& call, const Seen& seen, u32 lse2,
   }
 }
 
-// The slope of the soft-cap at a score, from its weight 2^(score - lse2): a logarithm more is cheaper
-// than registers that keep it. Of a weight of 0 it is any finite number.
+// The slope of the soft-cap at a score, from its weight 2^(score - lse2): a logarithm more is
+// cheaper than registers that keep it. Of a weight of 0 it is any finite number.
 __device__ inline float cap_slope(float weight, float lse2, float per_unit) {
   const float tanh = (ptx::lg2_approx_f32(weight) + lse2) * per_unit;
   return fmaxf(__fmaf_rn(-tanh, tanh, 1.0f), 0.0f);
 }
 
-// Makes pairs of weights, and of the gradients of scores, which it lays down as rows: in the panel
-// of 64 keys of the consumer, at the warp's own 16. `lse2`, `delta`: of the
-// tile's rows.
-__device__ inline void differentiate(const ForwardParams& call, u32 lse2, u32 delta, u32 panel,
-                                     const float (&scores)[SCORES], const float (&slopes)[SCORES],
-                                     u32 (&weights)[PAIRS]) {
+// Where a lane lays rows of pairs down: in a panel of 64 keys, at the warp's own 16, from the row
+// that `panel` starts with.
+__device__ inline u32 laid_rows(u32 panel) {
   const u32 thread = ptx::opaque(threadIdx.x);
   const u32 lane = thread % WARP;
-  const u32 own = delta + thread % 4 * 8;
-  const u32 own_lse2 = lse2 + thread % 4 * 8;
-  const float per_unit = config::IS_CAPPED ? LN2 / call.softcap : 0.0f;
   // Matrix m of four is of keys 8 (m % 2) .. and of rows 8 (m / 2) ..; a lane has the address of
   // one of its rows.
   const u32 chunk = thread / WARP % 4 * 2 + lane / 8 % 2;
-  const u32 down =
-      panel + (lane / 16 * 8 + lane % 8) * tile::PANEL_ROW_BYTES + ((chunk ^ lane % 8) << 4);
+  return panel + (lane / 16 * 8 + lane % 8) * tile::PANEL_ROW_BYTES + ((chunk ^ lane % 8) << 4);
+}
+
+// Makes pairs of weights, and of the gradients of scores, which it lays down as rows. `lse2`,
+// `delta`: of the tile's rows.
+__device__ inline void differentiate(const ForwardParams& call, u32 lse2, u32 delta, u32 panel,
+                                     const float (&scores)[SCORES], const float (&slopes)[SCORES],
+                                     u32 (&weights)[PAIRS]) {
+  const u32 column = ptx::opaque(threadIdx.x) % 4 * 8;
+  const u32 own = delta + column;
+  const u32 own_lse2 = lse2 + column;
+  const float per_unit = config::IS_CAPPED ? LN2 / call.softcap : 0.0f;
+  const u32 down = laid_rows(panel);
 #pragma unroll
   for (int step = 0; step < PAIRS / 4; ++step) {
     u32 changes[4];
@@ -133,6 +139,17 @@ __device__ inline void differentiate(const ForwardParams& call, u32 lse2, u32 de
       }
     }
     ptx::stmatrix_x4_trans(down + step * 16 * tile::PANEL_ROW_BYTES, changes);
+  }
+}
+
+// Lays pairs of weights down as rows.
+__device__ inline void lay_down(u32 panel, const u32 (&weights)[PAIRS]) {
+  const u32 down = laid_rows(panel);
+#pragma unroll
+  for (int step = 0; step < PAIRS / 4; ++step) {
+    const u32 four[4] = {weights[step * 4], weights[step * 4 + 1], weights[step * 4 + 2],
+                         weights[step * 4 + 3]};
+    ptx::stmatrix_x4_trans(down + step * 16 * tile::PANEL_ROW_BYTES, four);
   }
 }
 

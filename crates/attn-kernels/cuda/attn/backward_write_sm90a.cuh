@@ -15,19 +15,20 @@ namespace attn {
 
 constexpr i32 WARP_KEYS = 16;
 
-// Writes `dim` columns of the warp's keys, of which `key` is the first in the sequence: sums times
-// `factor`, 0 past the sequence's length, nothing past `stored`. `panel`: the warp's own.
+// Writes columns `column` .. `dim` of the warp's keys, as many as it has sums, of which `key` is
+// the first in the sequence: sums times `factor`, 0 past the sequence's length, nothing past
+// `stored`. `panel`: the warp's own.
 template <int SUMS_OF_ROW>
-__device__ void write_keys(const Rows& to, const KeyTile& keys, i32 key, i32 dim, float factor,
-                           u32 panel, float (&sums)[SUMS_OF_ROW]) {
+__device__ void write_keys(const Rows& to, const KeyTile& keys, i32 key, i32 column, i32 dim,
+                           float factor, u32 panel, float (&sums)[SUMS_OF_ROW]) {
   const u32 lane = ptx::opaque(threadIdx.x % WARP);
   const i32 own = key + i32(lane / 4);
   const u32 down = panel + lane % WARP_KEYS * tile::PANEL_ROW_BYTES + ((lane / 16 ^ lane % 8) << 4);
   const u32 up = panel + lane / 8 * tile::PANEL_ROW_BYTES + ((lane / 8 ^ lane % 8) << 4);
   const i32 line = key + i32(lane / 8);
-  u16* const lines = static_cast<u16*>(to.data) + lane % 8 * 8 +
-                     row_offset(to, keys.sequence.index, keys.sequence.kv_first + line,
-                                keys.kv_head);
+  u16* const lines =
+      static_cast<u16*>(to.data) + column + lane % 8 * 8 +
+      row_offset(to, keys.sequence.index, keys.sequence.kv_first + line, keys.kv_head);
   const bool is_key[2] = {own < keys.sequence.kv_len, own + 8 < keys.sequence.kv_len};
 #pragma unroll
   for (int part = 0; part < SUMS_OF_ROW / 32; ++part) {
@@ -43,7 +44,7 @@ __device__ void write_keys(const Rows& to, const KeyTile& keys, i32 key, i32 dim
       ptx::stmatrix_x4(down ^ u32(piece) << 4, pairs);
     }
     __syncwarp();
-    if (part * 64 + i32(lane % 8 * 8) >= dim) continue;
+    if (column + part * 64 + i32(lane % 8 * 8) >= dim) continue;
 #pragma unroll
     for (int i = 0; i < WARP_KEYS / 4; ++i) {
       const Vec16 vector =

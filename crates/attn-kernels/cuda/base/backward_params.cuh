@@ -81,9 +81,9 @@ struct BackwardParams {
 constexpr u32 DETERMINISTIC = 1;
 // The gradient of the bias is left to backward_naive, which sums it in an order of its own.
 constexpr u32 BIAS_LAST = 2;
-// dq_sum is in squares of 64 padded rows and 64 columns, those of a row one after the other, each as
-// a warpgroup product leaves it: [8 columns][16 rows][lane] of four, lane l with columns 2 (l % 4)
-// and the next of rows l / 4 and 8 more.
+// dq_sum is in squares of 64 padded rows and 64 columns, those of a row one after the other, each
+// as a warpgroup product leaves it: [8 columns][16 rows][lane] of four, lane l with columns 2 (l %
+// 4) and the next of rows l / 4 and 8 more.
 constexpr u32 SUMS_IN_FOURS = 4;
 
 static_assert(sizeof(BackwardParams) == sizeof(ForwardParams) + 320);

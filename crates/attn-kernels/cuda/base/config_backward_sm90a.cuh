@@ -24,16 +24,20 @@ constexpr int VALUE_DIM = ATTN_VALUE_DIM;
 constexpr bool IS_CAPPED = ATTN_CAPPED != 0;
 constexpr bool IS_DETERMINISTIC = ATTN_DETERMINISTIC != 0;
 
-// A consumer is a warpgroup of 64 keys; one more warpgroup has tiles copied and sums moved out.
+// Two consumers, warpgroups; one more has tiles copied and sums moved out. Each has 64 keys of its
+// own, with all columns. Sums of wide rows do not fit: there they have the same 64 keys, each its
+// half of the rows of a score and of the columns of a gradient.
 constexpr int WARPGROUP = 128;
 constexpr int CONSUMERS = 2;
-constexpr int CONSUMER_KEYS = 64;
-constexpr int BLOCK_N = CONSUMERS * CONSUMER_KEYS;
-// Query rows of a tile: what leaves a consumer registers for a row of sums of keys and of values.
+constexpr bool IS_WIDE = HEAD_DIM > 128;
+constexpr int BLOCK_N = IS_WIDE ? 64 : 128;
+// Query rows of a tile: what leaves a consumer registers for its sums.
 constexpr int BLOCK_M = HEAD_DIM == 64 ? 128 : 64;
+// Of which a consumer has the scores.
+constexpr int SCORE_ROWS = IS_WIDE ? BLOCK_M / CONSUMERS : BLOCK_M;
 // Tiles in flight. Queries are read from the first product of a tile to the last one, which runs
-// beside the first one of the next tile.
-constexpr int QUERY_STAGES = 3;
+// beside the first one of the next tile; there is no room for more than two wide ones.
+constexpr int QUERY_STAGES = IS_WIDE ? 2 : 3;
 constexpr int GRADIENT_STAGES = 2;
 constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
 
@@ -42,7 +46,8 @@ constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
 
 static_assert(DTYPE == DType::f16 || DTYPE == DType::bf16);
-static_assert((HEAD_DIM == 64 || HEAD_DIM == 128) && (VALUE_DIM == 64 || VALUE_DIM == 128));
-static_assert(VALUE_DIM <= HEAD_DIM);
+static_assert(HEAD_DIM == 64 || HEAD_DIM == 128 || HEAD_DIM == 256);
+static_assert(VALUE_DIM <= HEAD_DIM && VALUE_DIM % 64 == 0);
+static_assert(!IS_WIDE || VALUE_DIM == HEAD_DIM);
 
 }  // namespace attn::config

@@ -14,10 +14,21 @@
 
 #include "attn/backward_consume_sm90a.cuh"
 #include "attn/backward_produce_sm90a.cuh"
+#include "attn/backward_wide_sm90a.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/setmaxnreg.cuh"
 
 namespace attn {
+
+// The consumer of rows of HEAD_DIM and VALUE_DIM columns.
+template <int HEAD_DIM, int VALUE_DIM>
+struct Consumer : KeyGradient<HEAD_DIM, VALUE_DIM> {
+  using KeyGradient<HEAD_DIM, VALUE_DIM>::KeyGradient;
+};
+template <>
+struct Consumer<256, 256> : WideGradient<256> {
+  using WideGradient<256>::WideGradient;
+};
 
 __device__ inline void backward_sm90a(const BackwardParams& p, const Maps& maps) {
   using namespace config;
@@ -36,11 +47,12 @@ __device__ inline void backward_sm90a(const BackwardParams& p, const Maps& maps)
     ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
     const u32 warp = threadIdx.x / WARP;
     if (threadIdx.x == 0) copy_tiles(p, maps, block, keys);
-    if (warp >= 1 && warp <= CONSUMERS) move_sums(p, block, keys, warp - 1);
+    if (!IS_WIDE && warp >= 1 && warp <= CONSUMERS) move_sums(p, block, keys, warp - 1);
     return;
   }
   ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();
-  KeyGradient(p, block, keys, u32(one_of_warp(i32(threadIdx.x) / WARPGROUP - 1))).run();
+  Consumer<HEAD_DIM, VALUE_DIM>(p, block, keys, u32(one_of_warp(i32(threadIdx.x) / WARPGROUP - 1)))
+      .run();
 }
 
 }  // namespace attn

@@ -21,10 +21,10 @@ __device__ inline void cp_async_bulk(u32 to, const void* from, u32 bytes, u32 ba
 // cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32: each f32 is added to the one in
 // global memory, atomically and in no order.
 __device__ inline void cp_reduce_async_bulk_add_f32(float* to, u32 from, u32 bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                   to),
-               "r"(from), "r"(bytes)
-               : "memory");
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+      "r"(from), "r"(bytes)
+      : "memory");
 }
 
 // cp.async.bulk.commit_group: the thread's bulk operations since the last one form a group.

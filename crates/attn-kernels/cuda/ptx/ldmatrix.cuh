@@ -34,10 +34,10 @@ __device__ inline void stmatrix_x4(u32 address, const u32 (&r)[4]) {
 
 // stmatrix.sync.aligned.m8n8.x4.trans.shared.b16: the same, each matrix transposed.
 __device__ inline void stmatrix_x4_trans(u32 address, const u32 (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   address),
-               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+      : "memory");
 }
 
 }  // namespace attn::ptx

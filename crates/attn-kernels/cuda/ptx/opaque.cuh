@@ -21,8 +21,8 @@ __device__ T* opaque(T* x) {
   return x;
 }
 
-// The same for registers that a product has written: what follows is computed after the wait for the
-// product, for volatile statements keep their order.
+// The same for registers that a product has written: what follows is computed after the wait for
+// the product, for volatile statements keep their order.
 template <int COUNT>
 __device__ void opaque_all(float (&x)[COUNT]) {
 #pragma unroll

@@ -94,12 +94,14 @@ def asm(n, dtype, is_rs, trans=""):
 def main():
     out = [HEADER]
     for dtype in ("f16", "bf16", "e4m3"):
-        widths = (64, 96, 128, 192, 256)
+        widths = (32, 64, 96, 128, 192, 256)
         for n in widths:
             body = []
-            if n in (64, 96, 128):
+            if n == 32 and dtype == "e4m3":
+                continue
+            if n in (32, 64, 96, 128):
                 body.append(asm(n, dtype, False))
-            if n == 64 and dtype != "e4m3":
+            if n in (64, 128) and dtype != "e4m3":
                 body.append(asm(n, dtype, False, "b"))
             if n in (64, 128) and dtype != "e4m3":
                 body.append(asm(n, dtype, False, "ab"))

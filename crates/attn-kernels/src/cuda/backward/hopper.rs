@@ -1,4 +1,4 @@
-//! The Hopper backward kernel: its tile, and its instance for a problem.
+//! The Hopper backward kernel: its tiles, and its instance for a problem.
 //!
 //! The invariant: shared memory is counted as `cuda/attn/backward_block_sm90a.cuh` lays it out, and an instance fits the
 //! registers that `cuda/base/config_backward_sm90a.cuh` gives its warpgroups without a spill.
@@ -11,29 +11,31 @@ use crate::cuda::config::code;
 use crate::instances::Instance;
 use crate::spec::{Entry, KernelSpec};
 
-/// Most elements of a row of queries, keys or values: sums of 64 keys and as many columns of either gradient are registers
-/// of a warpgroup.
-pub(crate) const MOST_DIM: usize = 128;
+/// Most elements of a row of queries, keys or values.
+pub(crate) const MOST_DIM: usize = 256;
 
-/// Keys of a block: two warpgroups have 64 each.
-const KEYS: usize = 128;
+/// Up to so many columns, sums of 64 keys of either gradient are registers of a warpgroup; wider ones are shared by two.
+const MOST_OWN_DIM: usize = 128;
 
-/// Query rows of a tile, which take the registers that narrow sums leave.
-const ROWS: &[Tile] = &[Tile { q: 64, kv: KEYS }];
-const NARROW_ROWS: &[Tile] = &[Tile { q: 128, kv: KEYS }];
+/// Tiles of rows of up to 128 columns; of up to 64, which leave registers for more query rows; of wider ones.
+const TILES: &[Tile] = &[Tile { q: 64, kv: 128 }];
+const NARROW_TILES: &[Tile] = &[Tile { q: 128, kv: 128 }];
+const WIDE_TILES: &[Tile] = &[Tile { q: 64, kv: 64 }];
 
 /// A block has three warpgroups.
 const THREADS: u32 = 384;
 
-/// Tiles in flight, of queries and of gradients of the output.
-const QUERY_STAGES: usize = 3;
+/// Tiles of the output's gradient in flight.
 const GRADIENT_STAGES: usize = 2;
 
 /// What `KeyTile` takes in `cuda/kernel/backward_sm90a.cu`.
-const STATIC_BYTES: usize = 96;
+const STATIC_BYTES: usize = 80;
 
 /// Dimensions are padded to whole panels, which the copy engine fills with zeros; keys are no narrower than values.
 fn dims(problem: &Problem) -> (usize, usize) {
+    if problem.head_dim().max(problem.value_dim()) > MOST_OWN_DIM {
+        return (MOST_DIM, MOST_DIM);
+    }
     let padded = |dim: usize| dim.max(1).next_multiple_of(64);
     let value_dim = padded(problem.value_dim());
     (padded(problem.head_dim()).max(value_dim), value_dim)
@@ -41,17 +43,25 @@ fn dims(problem: &Problem) -> (usize, usize) {
 
 /// The tile of a problem.
 pub(crate) fn tiles(problem: &Problem) -> &'static [Tile] {
-    if dims(problem).0 <= 64 { NARROW_ROWS } else { ROWS }
+    match dims(problem).0 {
+        ..=64 => NARROW_TILES,
+        65..=MOST_OWN_DIM => TILES,
+        _ => WIDE_TILES,
+    }
 }
 
-/// Bytes of keys, values, query rows, gradients of output and of scores, sums of dQ, two numbers of a row, and barriers;
-/// the way to the next multiple of 1024 included.
+/// Bytes of keys, values, query rows, gradients of output and of scores, sums of dQ or, of wide rows, weights, two numbers
+/// of a row, and barriers; the way to the next multiple of 1024 included.
 fn dynamic_smem(problem: &Problem, tile: Tile) -> usize {
     let (dim, value_dim) = dims(problem);
-    let stages = QUERY_STAGES * dim + GRADIENT_STAGES * value_dim;
-    let halves = KEYS * (dim + value_dim) + tile.q * (stages + 2 * KEYS);
-    let numbers = tile.q * (dim + QUERY_STAGES + GRADIENT_STAGES);
-    let barriers = 2 + 2 * (QUERY_STAGES + GRADIENT_STAGES);
+    let is_wide = dim > MOST_OWN_DIM;
+    let query_stages = if is_wide { 2 } else { 3 };
+    let stages = query_stages * dim + GRADIENT_STAGES * value_dim;
+    let pairs = if is_wide { 4 } else { 2 } * tile.kv;
+    let halves = tile.kv * (dim + value_dim) + tile.q * (stages + pairs);
+    let sums = if is_wide { 0 } else { dim };
+    let numbers = tile.q * (sums + query_stages + GRADIENT_STAGES);
+    let barriers = 2 + 2 * (query_stages + GRADIENT_STAGES);
     1024 + 2 * halves + 4 * numbers + 8 * barriers
 }
 
@@ -87,6 +97,17 @@ pub(crate) fn config(problem: &Problem, tile: Tile) -> Config {
     }
 }
 
+/// What of a Hopper's second-level cache, 50 MiB, is for rows.
+const SECTION_BYTES: usize = 40 << 20;
+
+/// KV heads whose blocks run side by side: as many as leave the rows of a query head of each, with their gradients and
+/// sums, in the second-level cache. All blocks of a head read them.
+pub(crate) fn section(problem: &Problem, config: &Config) -> usize {
+    let row = 2 * (problem.head_dim() + problem.value_dim()) + 4 * config.dq_dim;
+    let head = problem.lengths().longest_q().saturating_mul(row).max(1);
+    (SECTION_BYTES / head).clamp(1, 1 << 10)
+}
+
 /// An instance as the shipped list names it.
 pub(crate) fn instance(problem: &Problem, tile: Tile) -> Instance {
     let Config { spec, threads, dynamic_smem, .. } = config(problem, tile);
@@ -108,12 +129,22 @@ mod tests {
     #[test]
     fn every_dim_fits_a_block_of_a_hopper() {
         for dim in (8..=MOST_DIM).step_by(8) {
-            for value_dim in [8, 64, 72, 128] {
+            for value_dim in [8, 64, 72, 128, 136, 256] {
                 let problem = problem((dim, value_dim));
                 let bytes = smem(&problem, tiles(&problem)[0]);
                 assert!(bytes <= Bytes(227 << 10), "{dim} {value_dim}: {bytes:?}");
             }
         }
+    }
+
+    #[test]
+    fn sections_hold_as_many_heads_as_the_cache_has_room_for() {
+        let of = |rows: usize| {
+            let spec = ProblemSpec::new(DType::BF16, 8, 8, 128, &[rows], &[rows]);
+            let problem = Problem::new(spec).expect("valid");
+            section(&problem, &config(&problem, TILES[0]))
+        };
+        assert_eq!((of(0), of(2048), of(8192), of(1 << 17)), (1 << 10, 20, 5, 1));
     }
 
     #[test]
@@ -125,5 +156,6 @@ mod tests {
             let tile = tiles(&problem)[0];
             assert_eq!(tile.q * config(&problem, tile).dq_dim, 8192);
         }
+        assert_eq!(dims(&problem((192, 128))), (256, 256));
     }
 }

@@ -9,6 +9,7 @@ use attn_core::{Arrangement, KvStorage, Problem, Strided};
 use cudarc::driver::CudaStream;
 
 use super::config::{self, Config, Main};
+use super::hopper;
 use super::params::{BIAS_LAST, BackwardParams, DETERMINISTIC, SUMS_IN_FOURS, TURN_ROWS};
 use super::space::Space;
 use super::tensors::{ForwardResults, Gradients};
@@ -123,6 +124,7 @@ fn template(problem: &Problem, config: &Config, tiles: &Tiles) -> Result<Backwar
     }
     if config.has_maps {
         flags |= SUMS_IN_FOURS;
+        call.section = as_i32("heads of a section", hopper::section(problem, config))?;
     }
     let written_keys = match problem.kv() {
         KvStorage::Dense(Arrangement::Padded) => as_i32("kv_lens", problem.lengths().longest_kv())?,
