@@ -9,7 +9,7 @@ use attn_core::{Arrangement, KvStorage, Problem, Strided};
 use cudarc::driver::CudaStream;
 
 use super::config::{self, Config, Main};
-use super::params::{BIAS_LAST, BackwardParams, DETERMINISTIC, TURN_ROWS};
+use super::params::{BIAS_LAST, BackwardParams, DETERMINISTIC, NATURAL, ROW_SUMS, TURN_ROWS};
 use super::space::Space;
 use super::tensors::{ForwardResults, Gradients};
 use super::tiles::{Table, Tiles};
@@ -120,6 +120,12 @@ fn template(problem: &Problem, config: &Config, tiles: &Tiles) -> Result<Backwar
     if config::has_bias_pass(problem) {
         flags |= BIAS_LAST;
     }
+    if config.main == Main::Tiled && config::is_general(problem) {
+        flags |= NATURAL;
+    }
+    if config.main == Main::Tiled && problem.softcap().is_none() {
+        flags |= ROW_SUMS;
+    }
     let written_keys = match problem.kv() {
         KvStorage::Dense(Arrangement::Padded) => as_i32("kv_lens", problem.lengths().longest_kv())?,
         _ => -1,
@@ -136,6 +142,7 @@ fn template(problem: &Problem, config: &Config, tiles: &Tiles) -> Result<Backwar
         lse2: 0,
         delta: 0,
         dq_sum: 0,
+        row_sums: 0,
         factor: 0,
         turns: 0,
         tile_starts: 0,
@@ -249,6 +256,7 @@ pub(crate) fn launch(
         params.factor = at(launches.space.factor);
     } else {
         params.dq_sum = at(launches.space.dq_sum);
+        params.row_sums = at(launches.space.row_sums);
         params.turns = at(launches.space.turns);
         params.call.counter = at(launches.space.counter);
     }
