@@ -10,11 +10,13 @@
 //! row may not read cannot reach it.
 
 mod backward;
+mod cancellation;
 
 use attn_core::{Error, Inputs, Mask, Outputs, Problem, View};
 
 pub use self::backward::{backward, backward_f64};
 pub(crate) use self::backward::{bias_place, check_d_o};
+pub(crate) use self::cancellation::cancelled;
 use crate::elements;
 use crate::rows::{key_rows, q_place, q_places, query_rows, value_rows};
 
