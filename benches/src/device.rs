@@ -8,8 +8,8 @@
 use std::sync::Arc;
 
 use attn_core::{
-    DType, Engine, Inputs, KernelDesc, KvView, LayoutId, Outputs, Plan, Strided, TensorView,
-    TensorViewMut, View, ViewMut, dispatch_view, dispatch_view_mut,
+    DType, Engine, ForwardResults, Gradients, Inputs, KernelDesc, KvView, LayoutId, Outputs, Plan,
+    Strided, TensorView, TensorViewMut, View, ViewMut, dispatch_view, dispatch_view_mut,
 };
 use attn_kernels::Error;
 use attn_kernels::cuda::{
@@ -61,6 +61,29 @@ impl Gpu {
         let outputs_there = &mut on_device.outputs()?;
         self.engine.forward(plan, &inputs, outputs_there, workspace, &self.stream)?;
         on_device.download(&self.stream, outputs)
+    }
+
+    /// Runs a backward plan, the results and the gradients going there and the gradients back, from a workspace full of
+    /// NaN.
+    ///
+    /// # Errors
+    /// As [`Gpu::forward`].
+    pub(crate) fn backward(
+        &self,
+        plan: &Plan,
+        inputs: &DeviceInputs,
+        results: &ForwardResults<'_>,
+        gradients: &mut Gradients<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<(), Error> {
+        let results = DeviceResults::upload(&self.stream, results)?;
+        let mut on_device = DeviceGradients::upload(&self.stream, gradients)?;
+        let (inputs, results) = (inputs.inputs()?, results.results()?);
+        self.engine.prepare(plan, workspace, &self.stream)?;
+        workspace.fill(&self.stream, POISON)?;
+        let there = &mut on_device.gradients()?;
+        self.engine.backward(plan, &inputs, &results, there, workspace, &self.stream)?;
+        on_device.download(&self.stream, gradients)
     }
 }
 
@@ -328,6 +351,84 @@ impl DeviceOutputs {
         self.o.download(stream, &mut outputs.o)?;
         if let (Some(here), Some(there)) = (&self.lse, &mut outputs.lse) {
             here.download_as(stream, there)?;
+        }
+        Ok(())
+    }
+}
+
+/// What a backward reads beside its inputs, on the device.
+#[derive(Debug)]
+struct DeviceResults {
+    buffers: Vec<DeviceBuffer>,
+    o: Placed,
+    lse: Placed,
+    d_o: Placed,
+}
+
+impl DeviceResults {
+    fn upload(stream: &CudaStream, results: &ForwardResults<'_>) -> Result<Self, Error> {
+        let mut up = Uploads { stream, buffers: Vec::new(), known: Vec::new() };
+        let (o, d_o) = (up.tensor("o", &results.o)?, up.tensor("do", &results.d_o)?);
+        let lse = up.view("lse", DType::F32, &results.lse)?;
+        Ok(Self { buffers: up.buffers, o, lse, d_o })
+    }
+
+    fn results(&self) -> Result<cuda::ForwardResults<'_>, Error> {
+        let tensor = |at: &Placed| {
+            DeviceTensor::new(at.field, &self.buffers[at.buffer], at.dtype, at.layout.clone())
+        };
+        let Self { buffers, o, lse, d_o } = self;
+        let lse = DeviceView::new(lse.field, &buffers[lse.buffer], lse.layout.clone())?;
+        Ok(cuda::ForwardResults { o: tensor(o)?, lse, d_o: tensor(d_o)? })
+    }
+}
+
+/// The gradients of a backward, on the device.
+#[derive(Debug)]
+struct DeviceGradients {
+    dq: DeviceOutput,
+    dk: DeviceOutput,
+    dv: DeviceOutput,
+    dsinks: Option<DeviceOutput>,
+    dbias: Option<DeviceOutput>,
+}
+
+impl DeviceGradients {
+    /// Copies what the gradients hold: poison, and what may not be touched.
+    fn upload(stream: &CudaStream, gradients: &Gradients<'_>) -> Result<Self, Error> {
+        let tensor = |field, tensor| DeviceOutput::upload(stream, field, tensor);
+        let view = |field, view: &Option<ViewMut<'_, f32>>| {
+            view.as_ref().map(|view| DeviceOutput::upload_f32(stream, field, view)).transpose()
+        };
+        Ok(Self {
+            dq: tensor("dq", &gradients.dq)?,
+            dk: tensor("dk", &gradients.dk)?,
+            dv: tensor("dv", &gradients.dv)?,
+            dsinks: view("dsinks", &gradients.dsinks)?,
+            dbias: view("dbias", &gradients.dbias)?,
+        })
+    }
+
+    fn gradients(&mut self) -> Result<cuda::Gradients<'_>, Error> {
+        Ok(cuda::Gradients {
+            dq: self.dq.tensor_mut()?,
+            dk: self.dk.tensor_mut()?,
+            dv: self.dv.tensor_mut()?,
+            dsinks: self.dsinks.as_mut().map(DeviceOutput::view_mut).transpose()?,
+            dbias: self.dbias.as_mut().map(DeviceOutput::view_mut).transpose()?,
+        })
+    }
+
+    fn download(&self, stream: &CudaStream, gradients: &mut Gradients<'_>) -> Result<(), Error> {
+        self.dq.download(stream, &mut gradients.dq)?;
+        self.dk.download(stream, &mut gradients.dk)?;
+        self.dv.download(stream, &mut gradients.dv)?;
+        for (here, there) in
+            [(&self.dsinks, &mut gradients.dsinks), (&self.dbias, &mut gradients.dbias)]
+        {
+            if let (Some(here), Some(there)) = (here, there) {
+                here.download_as(stream, there)?;
+            }
         }
         Ok(())
     }

@@ -114,7 +114,7 @@ pub(super) fn forward_share(v: &ForwardVerdict) -> f64 {
     share(&v.o).max(share(&v.lse))
 }
 
-fn backward_share(v: &BackwardVerdict) -> f64 {
+pub(super) fn backward_share(v: &BackwardVerdict) -> f64 {
     let all = [Some(&v.dq), Some(&v.dk), Some(&v.dv), v.dsinks.as_ref(), v.dbias.as_ref()];
     all.into_iter().flatten().map(share).fold(0.0, f64::max)
 }

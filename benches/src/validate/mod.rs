@@ -28,7 +28,8 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Backend::Cpu)]
     backend: Backend,
     /// Only kernels of this family: prefill, decode or backward, or serving or cascade; on CUDA prefill, `prefill_sm90a`,
-    /// decode, `decode_sm90a`, `latent_sm90a`, naive, merge, append, copy, modes, serving or cascade.
+    /// decode, `decode_sm90a`, `latent_sm90a`, naive, backward, `backward_naive`, merge, append, copy, modes, serving or
+    /// cascade.
     #[arg(long)]
     family: Option<String>,
     /// Only cases whose name contains this.
@@ -82,6 +83,8 @@ impl Backend {
                 "merge",
                 "append",
                 "copy",
+                "backward",
+                "backward_naive",
                 "modes",
                 "serving",
                 "cascade",

@@ -101,6 +101,20 @@ impl Clock<'_> {
         Ok(Times { eager_us, host_us, ..times })
     }
 
+    /// Median time of a call whose launches are never captured.
+    ///
+    /// # Errors
+    /// As [`Clock::bench`].
+    pub(crate) fn bench_by_event(&self, call: Call<'_>) -> Result<Times, Error> {
+        for _ in 0..3 {
+            call(0)?;
+        }
+        self.wait()?;
+        let estimate = self.between(|| (0..3).try_for_each(|_| call(0)))? / 3.0;
+        let host_us = self.host_us(call, 1, estimate)?;
+        Ok(Times { host_us, ..self.by_event(call, 1, estimate)? })
+    }
+
     fn by_graph(&self, call: Call<'_>, rotations: usize, estimate: f64) -> Result<Times, Error> {
         let n = to_count(2.0 / estimate.max(0.004)).min(100).max(rotations).max(4);
         let n = n.next_multiple_of(rotations);

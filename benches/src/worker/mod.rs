@@ -3,6 +3,7 @@
 //! The invariant: standard output carries the protocol and nothing else, one JSON object a line, and every case gets
 //! an answer: times, or an error. A case is timed only after its output agreed with the naive kernel's.
 
+mod backward;
 pub(crate) mod check;
 pub(crate) mod clock;
 pub(crate) mod latent;
@@ -14,7 +15,7 @@ mod workload;
 use std::io::{self, BufRead, Write};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use attn_core::Phase;
+use attn_core::{Pass, Phase};
 use attn_kernels::cuda::Workspace;
 use serde_json::{Value, json};
 
@@ -167,6 +168,10 @@ impl<'a> Worker<'a> {
             self.pool = Some(Pool::new(&self.gpu, &mut self.normals).map_err(text)?);
         }
         let (gpu, planner, pool) = (&self.gpu, &self.planner, self.pool.as_ref());
+        if question.spec.pass == Pass::Backward {
+            let at = (section, case);
+            return backward::measure(gpu, planner, &mut self.normals, self.pace, at, question);
+        }
         let mut setup = Setup::new(gpu, planner, &mut self.normals, pool, question)?;
         let mut workspace = Workspace::new();
         {
@@ -224,10 +229,15 @@ fn now() -> f64 {
 
 /// Who answers a case, and what each is asked.
 fn contestants(section: &str, case: &Case, has_more: bool) -> Result<Vec<Contestant>, String> {
-    if case.backward || section == "bwd" {
-        return Err("no such kernel yet".to_owned());
+    if case.backward {
+        let forward = masked(case.kind.as_deref(), case.heads()?, case.batch()?, case.tokens()?)?;
+        return Ok(forward.into_iter().flat_map(|(_, question)| gradients(&question)).collect());
     }
     match section {
+        "bwd" => {
+            let lens = vec![case.tokens()?; case.batch()?];
+            Ok(gradients(&Question::dense(case.heads()?, &lens, &lens, case.is_causal()?)))
+        }
         "check" => checked(case.kind.as_deref()),
         "ceil" => Err("not measured here".to_owned()),
         "prefill" => {
@@ -273,6 +283,12 @@ fn contestants(section: &str, case: &Case, has_more: bool) -> Result<Vec<Contest
         },
         other => Err(format!("section: expected one of the protocol's, got {other}")),
     }
+}
+
+/// The gradients of a call, summed as they come and in order.
+fn gradients(forward: &Question) -> Vec<Contestant> {
+    let question = |is_deterministic| backward::question(forward.clone(), is_deterministic);
+    vec![("attn", question(false)), ("attn_determ", question(true))]
 }
 
 /// One query row a sequence.
@@ -350,6 +366,7 @@ fn checked(kind: Option<&str>) -> Result<Vec<Contestant>, String> {
             let heads = Heads { kv: 8, ..heads };
             Question::dense(heads, &[512; 2], &[512; 2], true).fp8()
         }
+        Some("bwd") => return Ok(gradients(&prefill())),
         Some("decode") => return pages(&decode(heads, &[1000; 3])),
         Some("blocksparse") => {
             let heads = Heads { q: 16, kv: 16, dim: 128 };
@@ -390,6 +407,14 @@ mod tests {
             fields
         };
         assert_eq!(names("prefill", heads.clone()), ["attn"]);
+        let gradients = ["attn", "attn_determ"];
+        assert_eq!(names("bwd", heads.clone()), gradients);
+        assert_eq!(names("check", json!({ "kind": "bwd" })), gradients);
+        for kind in ["window", "doc"] {
+            let mut fields = with(kind);
+            fields["bwd"] = true.into();
+            assert_eq!(names("mask", fields), gradients);
+        }
         assert_eq!(names("decode", heads.clone()), ["attn_p16", "attn_p64"]);
         assert_eq!(names("decode", with("uneven")), ["attn_p16", "attn_p64"]);
         assert_eq!(names("chunk", heads.clone()), ["attn", "attn_p64"]);
@@ -423,13 +448,8 @@ mod tests {
 
     #[test]
     fn what_is_not_there_is_an_error_of_the_case() {
-        for (section, fields) in [
-            ("bwd", json!({})),
-            ("mask", json!({ "kind": "doc", "bwd": true })),
-            ("check", json!({ "kind": "bwd" })),
-        ] {
-            assert_eq!(ask(section, fields).unwrap_err(), "no such kernel yet", "{section}");
-        }
+        let strange = json!({ "kind": "strange" });
+        assert_eq!(ask("check", strange).unwrap_err(), "no such kernel yet");
         assert_eq!(ask("ceil", json!({ "kind": "copy" })).unwrap_err(), "not measured here");
         assert!(ask("prefill", json!({})).unwrap_err().starts_with("S: expected"));
         assert!(ask("nonsense", json!({})).unwrap_err().contains("nonsense"));

@@ -181,8 +181,18 @@ impl Planner {
     }
 
     /// The plan of the kernel that takes everything.
-    pub(super) fn oracle(&self, mut spec: ProblemSpec) -> Result<Plan, String> {
-        spec.options.disabled_kernels = self.all_but("cuda_naive");
+    pub(super) fn oracle(&self, spec: ProblemSpec) -> Result<Plan, String> {
+        self.by("cuda_naive", spec)
+    }
+
+    /// The plan of one kernel.
+    pub(super) fn by(&self, kernel: &str, mut spec: ProblemSpec) -> Result<Plan, String> {
+        spec.options.disabled_kernels = self.all_but(kernel);
+        self.choose(spec)
+    }
+
+    /// The plan of whatever kernel selection takes.
+    pub(super) fn any(&self, spec: ProblemSpec) -> Result<Plan, String> {
         self.choose(spec)
     }
 

@@ -6,8 +6,8 @@
 //! A kernel that cannot load a view is followed by the next that selection takes, for plans know no strides.
 
 use attn_core::{
-    ForwardResults, Gradients, Inputs, Outputs, Problem, TensorView, TensorViewMut, View, ViewMut,
-    dispatch_view,
+    ForwardResults, Gradients, Inputs, Outputs, Plan, Problem, TensorView, TensorViewMut, View,
+    ViewMut, dispatch_view,
 };
 use attn_kernels::cuda::{DeviceBuffer, DeviceTensor, DeviceView, Workspace};
 use attn_select::PlanCache;
@@ -29,6 +29,32 @@ impl Cuda {
         let gpu = Gpu::open().map_err(|error| Failure::new(Kind::Device, error))?;
         let plans = PlanCache::new(gpu.engine.caps(), Gpu::catalogue(), PLANS);
         Ok(Self { gpu, plans, workspace: Workspace::new() })
+    }
+
+    /// Runs a problem by the first kernel that loads its views: a plan knows no strides, and what its kernel cannot load,
+    /// the next one may.
+    fn run(
+        &mut self,
+        problem: &Problem,
+        mut run: impl FnMut(&Gpu, &Plan, &mut Workspace) -> Result<(), attn_kernels::Error>,
+    ) -> Result<Ran, Failure> {
+        let mut problem = problem.clone();
+        let mut refused = None;
+        loop {
+            let plan = match (self.plans.choose(&problem), refused) {
+                (Ok(plan), _) => plan,
+                (Err(_), Some(layout)) => return Err(refusal(layout)),
+                (Err(error), None) => return Err(error.into()),
+            };
+            match run(&self.gpu, &plan, &mut self.workspace) {
+                Ok(()) => return Ok(Ran::of(&plan)),
+                Err(error @ attn_kernels::Error::Call(attn_core::Error::Layout { .. })) => {
+                    refused = Some(error);
+                    problem = without(&problem, plan.kernel)?;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
     }
 
     fn upload(&self, tensor: &TensorView<'_>) -> Result<DeviceBuffer, attn_kernels::Error> {
@@ -61,35 +87,22 @@ impl Backend for Cuda {
         mut outputs: Outputs<'_>,
     ) -> Result<Ran, Failure> {
         let on_device = DeviceInputs::upload(&self.gpu.stream, inputs)?;
-        let mut problem = problem.clone();
-        let mut refused = None;
-        loop {
-            let plan = match (self.plans.choose(&problem), refused) {
-                (Ok(plan), _) => plan,
-                (Err(_), Some(layout)) => return Err(refusal(layout)),
-                (Err(error), None) => return Err(error.into()),
-            };
-            let ran = self.gpu.forward(&plan, &on_device, &mut outputs, &mut self.workspace);
-            match ran {
-                Ok(()) => return Ok(Ran::of(&plan)),
-                // A plan knows no strides. What its kernel cannot load, the next one may.
-                Err(error @ attn_kernels::Error::Call(attn_core::Error::Layout { .. })) => {
-                    refused = Some(error);
-                    problem = without(&problem, plan.kernel)?;
-                }
-                Err(error) => return Err(error.into()),
-            }
-        }
+        self.run(problem, |gpu, plan, workspace| {
+            gpu.forward(plan, &on_device, &mut outputs, workspace)
+        })
     }
 
     fn backward(
         &mut self,
-        _: &Problem,
-        _: &Inputs<'_>,
-        _: &ForwardResults<'_>,
-        _: Gradients<'_>,
+        problem: &Problem,
+        inputs: &Inputs<'_>,
+        results: &ForwardResults<'_>,
+        mut gradients: Gradients<'_>,
     ) -> Result<Ran, Failure> {
-        Err(Failure::new(Kind::Unsupported, "gradients: no CUDA kernel computes them yet"))
+        let on_device = DeviceInputs::upload(&self.gpu.stream, inputs)?;
+        self.run(problem, |gpu, plan, workspace| {
+            gpu.backward(plan, &on_device, results, &mut gradients, workspace)
+        })
     }
 
     fn merge(

@@ -249,7 +249,7 @@ fn takes(kernel: &str, inputs: &Inputs<'_>, outputs: &Outputs<'_>) -> bool {
         })
 }
 
-fn starts_on_16_bytes(size: usize, layout: &Strided) -> bool {
+pub(super) fn starts_on_16_bytes(size: usize, layout: &Strided) -> bool {
     let rank = layout.shape().len();
     let steps = layout.strides().iter().zip(layout.shape()).take(rank.saturating_sub(1));
     let taken = steps.filter(|&(_, &extent)| extent > 1);

@@ -4,6 +4,7 @@
 //! ends in minutes; nothing else runs at the same time, and each call's outputs and workspace are full of NaN before
 //! it. What the time did not allow is in the record as unfinished.
 
+pub(super) mod backward;
 mod cache;
 mod cascade;
 mod forward;
@@ -85,7 +86,11 @@ impl Judge<'_> {
     /// others are of the family of their own name.
     fn meets(&self, group: &str) -> bool {
         self.wanted.is_none_or(|wanted| match group {
-            "long" | "modes" => !SPECIALS.iter().any(|(name, _)| *name == wanted),
+            "backward" => backward::FAMILIES.contains(&wanted),
+            "long" | "modes" => {
+                !SPECIALS.iter().any(|(name, _)| *name == wanted)
+                    && !backward::FAMILIES.contains(&wanted)
+            }
             own => own == wanted,
         })
     }
@@ -113,7 +118,8 @@ impl Judge<'_> {
 /// A group of checks that are no cases of the matrix.
 type Special = fn(&mut Judge<'_>, &mut Tallies);
 
-const SPECIALS: [(&str, Special); 7] = [
+const SPECIALS: [(&str, Special); 8] = [
+    ("backward", backward::judge),
     ("long", long::judge),
     ("merge", merge::judge),
     ("append", cache::judge_append),

@@ -187,7 +187,10 @@ __device__ inline void weigh(const BackwardParams& p, const BackwardUnit& unit,
   }
 }
 
-// Adds dS K of the tile to the sums of dQ.
+// Two ones of the call's type.
+constexpr u32 ONES = DTYPE == DType::bf16 ? 0x3F803F80u : 0x3C003C00u;
+
+// Adds dS K of the tile to the sums of dQ, and the sum of dS over its keys to those of the rows.
 __device__ inline void add_queries(const BackwardParams& p, i64 padded, i32 head, u32 keys,
                                    u32 d_s) {
   const int lane = threadIdx.x % WARP;
@@ -195,12 +198,15 @@ __device__ inline void add_queries(const BackwardParams& p, i64 padded, i32 head
   const int rows = warp % ROW_WARPS;
   const int column_warp = warp / ROW_WARPS;
   float d[QUERY_PAIRS * 2][4] = {};
+  float sums[4] = {};
   const u32 a_at = d_s + Pairs16::offset(lane % 8 + lane / 16 * 8, rows * 2 + lane / 8 % 2);
   const u32 b_at = keys + KTile::offset(lane % 16, column_warp * 2 + lane / 16);
 #pragma unroll
   for (int step = 0; step < BLOCK_N / 16; ++step) {
     u32 a[4];
     ptx::ldmatrix_x4_trans(a, Pairs16::step(a_at, step * 16, 0));
+    // The sum over the keys is one more column, of keys that are 1.
+    if (column_warp == 0) multiply(sums, a, ONES, ONES);
 #pragma unroll
     for (int j = 0; j < QUERY_PAIRS; ++j) {
       if (j * COLUMN_WARPS + column_warp >= HEAD_DIM / 16) break;
@@ -210,8 +216,12 @@ __device__ inline void add_queries(const BackwardParams& p, i64 padded, i32 head
       multiply(d[j * 2 + 1], a, b[2], b[3]);
     }
   }
-  float* to = p.dq_sum + (head * p.padded_rows + padded + rows * 16 + lane / 4) * p.dq_dim +
-              column_warp * 16 + lane % 4 * 2;
+  const i64 row = head * p.padded_rows + padded + rows * 16 + lane / 4;
+  if (column_warp == 0 && lane % 4 == 0 && p.flags & ROW_SUMS) {
+    ptx::red_global_add_f32(p.row_sums + row, sums[0]);
+    ptx::red_global_add_f32(p.row_sums + row + 8, sums[2]);
+  }
+  float* to = p.dq_sum + row * p.dq_dim + column_warp * 16 + lane % 4 * 2;
 #pragma unroll
   for (int j = 0; j < QUERY_PAIRS; ++j) {
     if (j * COLUMN_WARPS + column_warp >= HEAD_DIM / 16) break;

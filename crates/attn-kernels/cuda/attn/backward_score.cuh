@@ -58,10 +58,10 @@ __device__ inline PairGradient plain_pair(float s, float d_p, float lse2, float 
   return {weight, weight * (d_p - delta)};
 }
 
-// A pair with every option.
+// A pair with every option; lse2 is natural (NATURAL).
 __device__ inline PairGradient general_pair(const BackwardParams& p, const BackwardUnit& unit,
                                             i32 head, i32 row, i32 key, float s, float d_p,
-                                            float lse2, float delta) {
+                                            float lse, float delta) {
   const ForwardParams& call = p.call;
   const i32 sequence = unit.sequence.index;
   if (!is_in_band(unit, row, key) || !is_pair_kept(call, sequence, head, row, key)) return {};
@@ -76,7 +76,8 @@ __device__ inline PairGradient general_pair(const BackwardParams& p, const Backw
   const float slope = per_head(call.alibi, 0, head, 0.0f);
   const i32 own = unit.band.position(row);
   score -= slope * static_cast<float>(own < key ? key - own : own - key);
-  const float weight = ptx::ex2_approx_ftz_f32(__fmaf_rn(score, LOG2E, -lse2));
+  // Only the difference is of a size that exponents have.
+  const float weight = ptx::ex2_approx_ftz_f32((score - lse) * LOG2E);
   const float d_z = weight * (d_p - delta);
   if (p.dbias.data != nullptr && !(p.flags & BIAS_LAST)) {
     ptx::red_global_add_f32(bias_cell(p.dbias, sequence, head, row, key), d_z);

@@ -28,11 +28,18 @@ constexpr i32 TURN_ROWS = 16;
 // partial results, parts and work are unused.
 //
 // Workspace, padded row = tile_starts[sequence] * ROW_TILE + row:
-//   lse2   f32 [q_heads, padded_rows]: log-sum-exp in base 2. +inf for rows past the sequence and
-//          for rows that see no key and have no sink: 2^(score - lse2) is 0 there, never NaN.
+//   lse2   f32 [q_heads, padded_rows]: log-sum-exp in base 2, in the units of scale * LOG2E as f32
+//          has it, so that q.k * (scale * LOG2E) - lse2 errs by no more than lse2's own rounding;
+//          with NATURAL as the forward wrote it. +inf for rows past the sequence and for rows that
+//          see no key and have no sink: weights are 0 there, never NaN.
 //   delta  f32 [q_heads, padded_rows]: the sum of dO * O over a row; 0 for rows past the sequence.
 //   dq_sum f32 [q_heads, padded_rows, dq_dim]: the sum of dS K, without the scale; prepare makes it
 //          0, the main kernel adds, finish scales and rounds.
+//   row_sums f32 [q_heads, padded_rows]: with ROW_SUMS the sum over all keys of dS as it was
+//          rounded; prepare makes it 0, the main kernel adds, in the same turn as to dq_sum. It
+//          would be a sink's weight times delta if neither dS nor delta, which is made of a rounded
+//          o, erred: finish takes the excess times a mean key from dQ, which is what the errors
+//          come to where keys have a large component in common.
 //   turns  u32 [q_heads, padded_rows / TURN_ROWS]: how many tiles of keys have added to dq_sum of a
 //          tile of rows; prepare makes it 0. Unused without DETERMINISTIC.
 //   call.counter u32 [1]: the blocks of the main kernel that have begun; prepare makes it 0.
@@ -55,6 +62,7 @@ struct BackwardParams {
   float* lse2;
   float* delta;
   float* dq_sum;
+  float* row_sums;
   float* factor;  // f32 [q_heads, padded_rows]; null but for the naive kernel
   u32* turns;
   // [batch + 1]: tiles of ROW_TILE padded rows before each sequence; null where all are equal.
@@ -81,11 +89,15 @@ struct BackwardParams {
 constexpr u32 DETERMINISTIC = 1;
 // The gradient of the bias is left to backward_naive, which sums it in an order of its own.
 constexpr u32 BIAS_LAST = 2;
+// lse2 is a natural logarithm, for scores of any finite size.
+constexpr u32 NATURAL = 4;
+// The main kernel adds to row_sums. Not under a soft-cap, whose derivative the sums would need.
+constexpr u32 ROW_SUMS = 8;
 // dq_sum is in squares of 64 padded rows and 64 columns, those of a row one after the other, each
 // as a warpgroup product leaves it: [8 columns][16 rows][lane] of four, lane l with columns 2 (l %
 // 4) and the next of rows l / 4 and 8 more.
-constexpr u32 SUMS_IN_FOURS = 4;
+constexpr u32 SUMS_IN_FOURS = 16;
 
-static_assert(sizeof(BackwardParams) == sizeof(ForwardParams) + 320);
+static_assert(sizeof(BackwardParams) == sizeof(ForwardParams) + 328);
 
 }  // namespace attn

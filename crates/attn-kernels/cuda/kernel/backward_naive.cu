@@ -93,7 +93,7 @@ __device__ float relative(float score, float max) { return exp2f((score - max) *
 
 // The weight of a pair whose row's numbers are at `at`.
 __device__ float weight_of(const BackwardParams& p, float score, i64 at) {
-  if (p.factor == nullptr) return exp2f(__fmaf_rn(score, LOG2E, -p.lse2[at]));
+  if (p.flags & NATURAL) return relative(score, p.lse2[at]);
   return relative(score, p.lse2[at]) * p.factor[at];
 }
 

@@ -2,7 +2,7 @@
 //
 // Source: T. Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, line 4: D = rowsum(dO o O).
 // Tensors: base/backward_params.cuh: o, d_o [rows, q_heads, value_dim], any strides with innermost
-// 1; lse f32 [rows, q_heads]; writes lse2, delta, dq_sum, turns, the counter, and dbias.
+// 1; lse f32 [rows, q_heads]; writes lse2, delta, dq_sum, row_sums, turns, the counter, and dbias.
 // Who executes: a block of 256 threads for each tile of ROW_TILE padded rows and each head; eight
 // lanes share a row. No shared memory.
 // The invariant: every word of the workspace that a later launch reads is written, rows past their
@@ -85,6 +85,10 @@ extern "C" __global__ void __launch_bounds__(backward_prepare::THREADS)
   if (blockIdx.x == 0 && threadIdx.x == 0) *p.call.counter = 0;
   if (p.dbias.data != nullptr && !(p.flags & BIAS_LAST)) clear_bias(p);
 
+  // What a natural score is multiplied by in the main kernel's exponents: LOG2E, or what the
+  // rounding of their factor made of it.
+  const double scale = p.call.scale;
+  const double unit = scale == 0.0 ? double(LOG2E) : double(p.call.scale * LOG2E) / scale;
   const i32 lane = i32(threadIdx.x) % LANES;
   for (i32 at = i32(threadIdx.x) / LANES; at < ROW_TILE; at += ROWS) {
     const i32 row = tile.first + at;
@@ -97,10 +101,11 @@ extern "C" __global__ void __launch_bounds__(backward_prepare::THREADS)
       const float lse = static_cast<const float*>(
           p.call.lse.data)[query_offset(p.call.lse, tile.sequence, row, head)];
       // A NaN stays one.
-      if (lse != NEG_INF) lse2 = lse * LOG2E;
+      if (lse != NEG_INF) lse2 = p.flags & NATURAL ? lse : float(lse * unit);
     }
     p.lse2[first + at] = lse2;
     p.delta[first + at] = delta;
+    p.row_sums[first + at] = 0.0f;
   }
 }
 

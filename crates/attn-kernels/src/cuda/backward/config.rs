@@ -106,8 +106,8 @@ pub(crate) fn naive_smem(_: &Problem, _: Tile) -> Bytes {
     Bytes(1040)
 }
 
-/// Whether the scores need more than a scale and the band.
-fn is_general(problem: &Problem) -> bool {
+/// Whether the scores need more than a scale and the band: the general instance, whose log-sum-exp is natural.
+pub(crate) fn is_general(problem: &Problem) -> bool {
     problem.softcap().is_some()
         || problem.has_alibi()
         || problem.has_bias()

@@ -10,7 +10,9 @@ use cudarc::driver::CudaStream;
 
 use super::config::{self, Config, Main};
 use super::hopper;
-use super::params::{BIAS_LAST, BackwardParams, DETERMINISTIC, SUMS_IN_FOURS, TURN_ROWS};
+use super::params::{
+    BIAS_LAST, BackwardParams, DETERMINISTIC, NATURAL, ROW_SUMS, SUMS_IN_FOURS, TURN_ROWS,
+};
 use super::space::Space;
 use super::tensors::{ForwardResults, Gradients};
 use super::tiles::{Table, Tiles};
@@ -126,6 +128,12 @@ fn template(problem: &Problem, config: &Config, tiles: &Tiles) -> Result<Backwar
         flags |= SUMS_IN_FOURS;
         call.section = as_i32("heads of a section", hopper::section(problem, config))?;
     }
+    if config.main == Main::Tiled && config::is_general(problem) {
+        flags |= NATURAL;
+    }
+    if config.main == Main::Tiled && problem.softcap().is_none() {
+        flags |= ROW_SUMS;
+    }
     let written_keys = match problem.kv() {
         KvStorage::Dense(Arrangement::Padded) => as_i32("kv_lens", problem.lengths().longest_kv())?,
         _ => -1,
@@ -142,6 +150,7 @@ fn template(problem: &Problem, config: &Config, tiles: &Tiles) -> Result<Backwar
         lse2: 0,
         delta: 0,
         dq_sum: 0,
+        row_sums: 0,
         factor: 0,
         turns: 0,
         tile_starts: 0,
@@ -256,6 +265,7 @@ pub(crate) fn launch(
         params.factor = at(launches.space.factor);
     } else {
         params.dq_sum = at(launches.space.dq_sum);
+        params.row_sums = at(launches.space.row_sums);
         params.turns = at(launches.space.turns);
         params.call.counter = at(launches.space.counter);
     }

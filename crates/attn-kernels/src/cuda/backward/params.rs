@@ -15,9 +15,12 @@ pub(crate) const TURN_ROWS: usize = 16;
 pub(crate) const DETERMINISTIC: u32 = 1;
 /// The gradient of the bias is left to the naive kernel.
 pub(crate) const BIAS_LAST: u32 = 2;
-
+/// The log-sum-exp of the workspace is a natural logarithm.
+pub(crate) const NATURAL: u32 = 4;
+/// The main kernel adds to `row_sums`.
+pub(crate) const ROW_SUMS: u32 = 8;
 /// `dq_sum` is in squares of 64 rows and columns, as products leave them.
-pub(crate) const SUMS_IN_FOURS: u32 = 4;
+pub(crate) const SUMS_IN_FOURS: u32 = 16;
 
 /// A backward call; see the device header for each field.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -33,6 +36,7 @@ pub(crate) struct BackwardParams {
     pub(crate) lse2: Address,
     pub(crate) delta: Address,
     pub(crate) dq_sum: Address,
+    pub(crate) row_sums: Address,
     pub(crate) factor: Address,
     pub(crate) turns: Address,
     pub(crate) tile_starts: Address,
@@ -56,6 +60,6 @@ mod tests {
 
     #[test]
     fn params_have_the_size_that_the_device_asserts() {
-        assert_eq!(size_of::<BackwardParams>(), size_of::<ForwardParams>() + 320);
+        assert_eq!(size_of::<BackwardParams>(), size_of::<ForwardParams>() + 328);
     }
 }

@@ -17,6 +17,7 @@ pub(super) struct Space {
     pub(super) lse2: usize,
     pub(super) delta: usize,
     pub(super) dq_sum: usize,
+    pub(super) row_sums: usize,
     pub(super) factor: usize,
     pub(super) turns: usize,
     pub(super) counter: usize,
@@ -39,6 +40,7 @@ impl Space {
             lse2: piece(rows),
             delta: piece(rows),
             dq_sum: piece(tiled(rows.saturating_mul(dq_dim))),
+            row_sums: piece(tiled(rows)),
             factor: piece(rows - tiled(rows)),
             turns: piece(tiled(rows / TURN_ROWS)),
             counter: piece(tiled(4)),
@@ -60,7 +62,7 @@ pub(super) fn stated(problem: &Problem, main: Main, dq_dim: usize) -> Bytes {
     Bytes::of(space.bytes.saturating_add(table_bytes(problem, main)), 1)
 }
 
-/// Workspace of the tiled kernels: f32 sums of dQ, two numbers and a turn of each padded row and head, and the tables of
+/// Workspace of the tiled kernels: f32 sums of dQ, three numbers and a turn of each padded row and head, and the tables of
 /// unequal lengths. Nothing grows with the keys.
 pub(crate) fn workspace(problem: &Problem, _: &HostCaps, _: Tile, _: Split) -> Bytes {
     stated(problem, Main::Tiled, padded(problem.head_dim()))
@@ -80,7 +82,7 @@ mod tests {
         let tiled = Space::new(3, 5, Main::Tiled, 96);
         let rows = 3 * 5 * 128;
         assert_eq!((tiled.delta, tiled.dq_sum), (rows * 4, rows * 8));
-        assert_eq!(tiled.turns, rows * 8 + rows * 96 * 4);
+        assert_eq!((tiled.row_sums, tiled.turns), (rows * 392, rows * 396));
         assert_eq!(tiled.bytes, tiled.turns + rows / 4 + 16);
         assert!(
             [tiled.delta, tiled.dq_sum, tiled.turns, tiled.counter].iter().all(|at| at % 16 == 0)
