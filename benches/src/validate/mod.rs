@@ -84,6 +84,7 @@ impl Backend {
                 "append",
                 "copy",
                 "backward",
+                "backward_sm90a",
                 "backward_naive",
                 "modes",
                 "serving",

@@ -21,8 +21,9 @@ use super::Judge;
 use super::forward::{Selection, starts_on_16_bytes};
 use crate::device::DeviceInputs;
 
-/// The families, and the kernel of the last.
-pub(in super::super) const FAMILIES: [&str; 2] = ["backward", "backward_naive"];
+/// The families, and the kernels of the last two.
+pub(in super::super) const FAMILIES: [&str; 3] = ["backward", "backward_sm90a", "backward_naive"];
+const HOPPER: &str = "cuda_backward_sm90a";
 const NAIVE: &str = "cuda_backward_naive";
 
 /// A way to run a case.
@@ -121,7 +122,11 @@ fn ways(selection: &Selection, problem: &Problem) -> Result<Vec<Attempt>, attn_c
     let mut all = Vec::new();
     let room = selection.caps.cuda.as_ref().map(|cuda| cuda.smem_per_block).unwrap_or_default();
     for kernel in selection.kernels(Family::Backward) {
-        let family = if kernel.name == NAIVE { FAMILIES[1] } else { FAMILIES[0] };
+        let family = match kernel.name {
+            HOPPER => FAMILIES[1],
+            NAIVE => FAMILIES[2],
+            _ => FAMILIES[0],
+        };
         for is_ordered in [false, true] {
             // The naive kernel has one order.
             if is_ordered && kernel.name == NAIVE {
@@ -199,7 +204,8 @@ fn bits_of(gradients: &Gradients<'_>) -> Vec<u8> {
     bytes
 }
 
-/// Whether a kernel has to take these tensors: rows are contiguous and, but for the naive kernel, start on 16 bytes.
+/// Whether a kernel has to take these tensors: rows are contiguous and, but for the naive kernel, start on 16 bytes; what
+/// the Hopper kernel finds by tensor maps has no negative strides.
 fn takes(
     kernel: &str,
     inputs: &Inputs<'_>,
@@ -212,7 +218,12 @@ fn takes(
     let written = written.map(|tensor| (tensor.dtype().size(), tensor.layout()));
     read.into_iter().chain(written).enumerate().all(|(n, (size, layout))| {
         let is_dq = n == 6;
-        layout.is_row_contiguous() && (is_dq || kernel == NAIVE || starts_on_16_bytes(size, layout))
+        let has_map = n < 4 && kernel == HOPPER;
+        let mut steps = layout.strides().iter().zip(layout.shape());
+        let is_forward = steps.all(|(&stride, &extent)| stride >= 0 || extent == 1);
+        (is_forward || !has_map)
+            && layout.is_row_contiguous()
+            && (is_dq || kernel == NAIVE || starts_on_16_bytes(size, layout))
     })
 }
 

@@ -3,17 +3,18 @@
 // Shared memory, from a multiple of 1024: keys [BLOCK_N, HEAD_DIM]; values [BLOCK_N, VALUE_DIM],
 // whose place serves the results in the end; query tiles [QUERY_STAGES, BLOCK_M, HEAD_DIM];
 // gradients of output [GRADIENT_STAGES, BLOCK_M, VALUE_DIM]; gradients of scores [2, BLOCK_M,
-// BLOCK_N]; weights, the same, where rows are wide, else f32 sums for dQ, SUM_BYTES of each
-// consumer; f32 log-sum-exps [QUERY_STAGES, BLOCK_M]
-// and row sums of dO * O [GRADIENT_STAGES, BLOCK_M]; barriers of 8 bytes: keys, values, queries
-// full, empty [QUERY_STAGES], gradients full, empty [GRADIENT_STAGES].
-// The full barriers have one arrival, the producer's, and count bytes; the empty ones have one of
-// each consumer.
+// BLOCK_N]; weights, the same, where rows are wide; keys that are 1, ONE_BYTES; where rows
+// are not wide f32 sums for dQ, SUM_STRIDE of each consumer; f32 log-sum-exps [QUERY_STAGES,
+// BLOCK_M] and row sums of dO * O [GRADIENT_STAGES, BLOCK_M]; barriers of 8 bytes: keys, values,
+// queries full, empty [QUERY_STAGES], gradients full, empty [GRADIENT_STAGES]. The full barriers
+// have one arrival, the producer's, and count bytes; the empty ones have one of each consumer.
 
 #pragma once
 
 #include "attn/backward_tile_sm90a.cuh"
 #include "attn/ring.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/tma.cuh"
 #include "tile/descriptor.cuh"
 
 namespace attn {
@@ -34,6 +35,12 @@ constexpr u32 ROW_BYTES = config::BLOCK_M * 4;
 constexpr int SUM_EDGE = 64;
 constexpr int SUMS = SUM_EDGE * SUM_EDGE / config::WARPGROUP;
 constexpr u32 SUM_BYTES = SUM_EDGE * SUM_EDGE * 4;
+// Next to them the sums of as many rows' gradients of scores.
+constexpr u32 ROW_SUM_BYTES = SUM_EDGE * 4;
+constexpr u32 SUM_STRIDE = SUM_BYTES + ROW_SUM_BYTES;
+// Keys that are 1, of one step of a product: dS times one of them is the sum of dS. Sixteen rows of
+// a panel or, as an operand of its own, 128 bytes.
+constexpr u32 ONE_BYTES = config::IS_WIDE ? 128 : 16 * tile::PANEL_ROW_BYTES;
 static_assert(config::IS_WIDE ||
               config::CONSUMERS * SUM_BYTES == config::BLOCK_M * config::HEAD_DIM * 4);
 
@@ -44,7 +51,8 @@ struct Block {
   Ring<config::GRADIENT_STAGES> gradients;
   u32 slopes;
   u32 weights;  // where rows are wide
-  u32 sums;     // where they are not
+  u32 ones;
+  u32 sums;  // where they are not
   u32 lse2;
   u32 delta;
   u32 keys_full;
@@ -58,8 +66,9 @@ struct Block {
     gradients.tiles = queries.tiles + QUERY_STAGES * QUERY_BYTES;
     slopes = gradients.tiles + GRADIENT_STAGES * GRADIENT_BYTES;
     weights = slopes + 2 * SLOPE_BYTES;
-    sums = weights;
-    lse2 = sums + (IS_WIDE ? 2 * SLOPE_BYTES : CONSUMERS * SUM_BYTES);
+    ones = weights + (IS_WIDE ? 2 * SLOPE_BYTES : 0);
+    sums = ones + ONE_BYTES;
+    lse2 = sums + (IS_WIDE ? 0 : CONSUMERS * SUM_STRIDE);
     delta = lse2 + QUERY_STAGES * ROW_BYTES;
     keys_full = delta + GRADIENT_STAGES * ROW_BYTES;
     values_full = keys_full + 8;
@@ -76,6 +85,15 @@ struct Block {
   }
   __device__ u32 delta_of(u32 count) const {
     return delta + count % config::GRADIENT_STAGES * ROW_BYTES;
+  }
+
+  // All threads, before the barrier that starts the block.
+  __device__ void fill_ones() const {
+    constexpr u32 ONES = config::DTYPE == DType::bf16 ? 0x3F803F80u : 0x3C003C00u;
+    if (threadIdx.x < ONE_BYTES / 16) {
+      ptx::st_shared_v4_b32(ones + threadIdx.x * 16, {{ONES, ONES, ONES, ONES}});
+    }
+    ptx::fence_proxy_async_shared();
   }
 
   // One thread, before the barrier that starts the block.

@@ -26,11 +26,13 @@ template <int HEAD_DIM, int VALUE_DIM>
 struct KeyGradient : Scores {
   using KeySum = ptx::Wgmma<HEAD_DIM, config::DTYPE>;
   using ValueSum = ptx::Wgmma<VALUE_DIM, config::DTYPE>;
-  using RowSum = ptx::Wgmma<SUM_EDGE, config::DTYPE>;
+  // One more tile of columns is of keys that are 1.
+  static constexpr int EDGE = config::HAS_ROW_SUMS ? SUM_EDGE + 8 : SUM_EDGE;
+  using RowSum = ptx::Wgmma<EDGE, config::DTYPE>;
 
   float key_sums[HEAD_DIM / 2];
   float value_sums[VALUE_DIM / 2];
-  float sums[SUMS];
+  float sums[EDGE / 2];
 
   using Scores::Scores;
 
@@ -66,11 +68,11 @@ struct KeyGradient : Scores {
     const u32 own_rows = HAS_ROWS ? consumer * SUM_EDGE * tile::PANEL_ROW_BYTES : 0;
     const u32 own_panel = HAS_ROWS ? 0 : consumer * config::BLOCK_N * tile::PANEL_ROW_BYTES;
     const tile::Operand a = tile::columns_operand(block.slope_tile(count) + own_rows);
-    const tile::Operand b = tile::rows_operand<config::BLOCK_N>(block.keys + own_panel);
+    const tile::Operand b = tile::rows_operand_beside(block.keys + own_panel, block.ones);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < config::BLOCK_N / STEP; ++step) {
-      RowSum::ss_trans_b(sums, a.columns<config::BLOCK_M>(step), b.rows(step), step != 0);
+      RowSum::ss_trans_b(sums, a.columns<config::BLOCK_M>(step), b.rows_beside(step), step != 0);
     }
     ptx::wgmma_commit_group();
   }
@@ -78,13 +80,19 @@ struct KeyGradient : Scores {
   // Hands the part of dQ to the warp that moves it.
   __device__ void hand_sums() {
     ptx::opaque_all(sums);
-    const u32 own =
-        block.sums + consumer * SUM_BYTES + ptx::opaque(threadIdx.x) % config::WARPGROUP * 16;
+    const u32 thread = ptx::opaque(threadIdx.x) % config::WARPGROUP;
+    const u32 to = block.sums + consumer * SUM_STRIDE;
+    const u32 own = to + thread * 16;
     ptx::bar_sync(SUM_EMPTY_BARRIER + consumer, SUM_THREADS);
 #pragma unroll
     for (int j = 0; j < SUMS / 4; ++j) {
       ptx::st_shared_v4_f32(own + j * config::WARPGROUP * 16, sums[j * 4], sums[j * 4 + 1],
                             sums[j * 4 + 2], sums[j * 4 + 3]);
+    }
+    if (config::HAS_ROW_SUMS && thread % 4 == 0) {
+      const u32 row = to + SUM_BYTES + (thread / WARP * WARP_KEYS + thread % WARP / 4) * 4;
+      ptx::st_shared_f32(row, sums[EDGE / 2 - 4]);
+      ptx::st_shared_f32(row + 8 * 4, sums[EDGE / 2 - 2]);
     }
     ptx::fence_proxy_async_shared();
     ptx::bar_arrive(SUM_FULL_BARRIER + consumer, SUM_THREADS);

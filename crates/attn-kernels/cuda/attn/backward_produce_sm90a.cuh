@@ -77,7 +77,10 @@ __device__ inline void move_sums(const BackwardParams& p, const Block& block, co
   using namespace config;
   const u32 visits = u32(keys.visits(p));
   const bool leads = threadIdx.x % WARP == 0;
-  const u32 sums = block.sums + consumer * SUM_BYTES;
+  const u32 sums = block.sums + consumer * SUM_STRIDE;
+  // Both consumers have the same rows, and the same sums of them, unless a tile has rows for each.
+  constexpr bool HAS_ROWS = BLOCK_M == CONSUMERS * SUM_EDGE;
+  const bool has_row_sums = HAS_ROW_SUMS && (HAS_ROWS || consumer == 0);
   Walk walk(keys);
   for (u32 n = 0; n < visits; ++n, walk.next(keys)) {
     // What was read may be written again.
@@ -88,20 +91,27 @@ __device__ inline void move_sums(const BackwardParams& p, const Block& block, co
       const i64 padded = keys.padded + walk.tile * BLOCK_M;
       float* const to =
           p.dq_sum + (head * p.padded_rows + padded) * HEAD_DIM + i64(consumer * (SUM_BYTES / 4));
+      const auto add = [&] {
+        ptx::cp_reduce_async_bulk_add_f32(to, sums, SUM_BYTES);
+        if (has_row_sums) {
+          ptx::cp_reduce_async_bulk_add_f32(
+              p.row_sums + head * p.padded_rows + padded + (HAS_ROWS ? consumer * SUM_EDGE : 0),
+              sums + SUM_BYTES, ROW_SUM_BYTES);
+        }
+        ptx::cp_async_bulk_commit_group();
+      };
       if constexpr (IS_DETERMINISTIC) {
         u32* const turn = turn_at(p, head, padded);
         const u32 before = rank_of(keys, walk.tile) * CONSUMERS;
         while (ptx::ld_acquire_gpu_b32(turn) < before) {
         }
         ptx::fence_proxy_async_global();
-        ptx::cp_reduce_async_bulk_add_f32(to, sums, SUM_BYTES);
-        ptx::cp_async_bulk_commit_group();
+        add();
         ptx::cp_async_bulk_wait_group<0>();
         ptx::fence_proxy_async_global();
         end_turn(turn);
       } else {
-        ptx::cp_reduce_async_bulk_add_f32(to, sums, SUM_BYTES);
-        ptx::cp_async_bulk_commit_group();
+        add();
         ptx::cp_async_bulk_wait_group_read<0>();
       }
     }

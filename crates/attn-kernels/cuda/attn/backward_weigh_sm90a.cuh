@@ -63,7 +63,7 @@ __device__ void weigh(const ForwardParams& call, const Seen& seen, u32 lse2,
                       float (&scores)[SCORES]) {
   const u32 own = lse2 + ptx::opaque(threadIdx.x) % 4 * 8;
   const float factor = config::IS_CAPPED ? call.scale / call.softcap : 0.0f;
-  const float unit = config::IS_CAPPED ? call.softcap * LOG2E : call.scale * LOG2E;
+  const float unit = config::IS_CAPPED ? call.softcap : call.scale * LOG2E;
 #pragma unroll
   for (int j = 0; j < SCORES / 4; ++j) {
     float shift[2];
@@ -78,17 +78,19 @@ __device__ void weigh(const ForwardParams& call, const Seen& seen, u32 lse2,
           // One after the other: many at once have no registers.
           x = tanh_of(__uint_as_float(ptx::opaque(__float_as_uint(x))) * factor);
         }
-        x = ptx::ex2_approx_ftz_f32(__fmaf_rn(x, unit, -shift[e]));
+        // With a cap the log-sum-exp is natural, as NATURAL has it.
+        x = config::IS_CAPPED ? (x * unit - shift[e]) * LOG2E : __fmaf_rn(x, unit, -shift[e]);
+        x = ptx::ex2_approx_ftz_f32(x);
         pair[e] = !IS_CUT || seen.bits[half] & 1u << (j * 2 + e) ? x : 0.0f;
       }
     }
   }
 }
 
-// The slope of the soft-cap at a score, from its weight 2^(score - lse2): a logarithm more is
+// The slope of the soft-cap at a score, from its weight exp(score - lse): a logarithm more is
 // cheaper than registers that keep it. Of a weight of 0 it is any finite number.
-__device__ inline float cap_slope(float weight, float lse2, float per_unit) {
-  const float tanh = (ptx::lg2_approx_f32(weight) + lse2) * per_unit;
+__device__ inline float cap_slope(float weight, float lse, float per_unit) {
+  const float tanh = __fmaf_rn(ptx::lg2_approx_f32(weight), LN2, lse) * per_unit;
   return fmaxf(__fmaf_rn(-tanh, tanh, 1.0f), 0.0f);
 }
 
@@ -111,7 +113,7 @@ __device__ inline void differentiate(const ForwardParams& call, u32 lse2, u32 de
   const u32 column = ptx::opaque(threadIdx.x) % 4 * 8;
   const u32 own = delta + column;
   const u32 own_lse2 = lse2 + column;
-  const float per_unit = config::IS_CAPPED ? LN2 / call.softcap : 0.0f;
+  const float per_unit = config::IS_CAPPED ? 1.0f / call.softcap : 0.0f;
   const u32 down = laid_rows(panel);
 #pragma unroll
   for (int step = 0; step < PAIRS / 4; ++step) {

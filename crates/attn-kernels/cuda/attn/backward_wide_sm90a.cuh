@@ -25,10 +25,12 @@ struct WideGradient : Scores {
   static constexpr int OWN_SUMS = COLUMNS / 2;
   static constexpr int SQUARES = COLUMNS / SUM_EDGE;
   using Sum = ptx::Wgmma<COLUMNS, config::DTYPE>;
+  using Ones = ptx::Wgmma<8, config::DTYPE>;
 
   float key_sums[OWN_SUMS];
   float value_sums[OWN_SUMS];
   float sums[OWN_SUMS];
+  float row_sums[4];
 
   using Scores::Scores;
 
@@ -60,12 +62,21 @@ struct WideGradient : Scores {
     for (int step = 0; step < config::BLOCK_N / STEP; ++step) {
       Sum::ss_trans_b(sums, a.columns<config::BLOCK_M>(step), b.rows(step), step != 0);
     }
+    if constexpr (config::HAS_ROW_SUMS) {
+      // Next to two panels there is no third place for keys that are 1: a product of their own.
+      const u64 ones = tile::alike_operand(block.ones);
+#pragma unroll
+      for (int step = 0; step < config::BLOCK_N / STEP; ++step) {
+        Ones::ss(row_sums, a.columns<config::BLOCK_M>(step), ones, step != 0);
+      }
+    }
     ptx::wgmma_commit_group();
   }
 
   // Adds the consumer's part of dQ of a tile of rows, in its turn where sums have an order.
   __device__ void add_sums(const Walk& walk) {
     ptx::opaque_all(sums);
+    if constexpr (config::HAS_ROW_SUMS) ptx::opaque_all(row_sums);
     const i32 head = keys.kv_head * i32(p.call.group.value) + walk.head;
     const i64 padded = keys.padded + walk.tile * config::BLOCK_M;
     u32* const turn = turn_at(p, head, padded);
@@ -84,6 +95,13 @@ struct WideGradient : Scores {
     for (int j = 0; j < OWN_SUMS / 4; ++j) {
       ptx::red_global_add_v4_f32<__CUDA_ARCH__>(to + j * config::WARPGROUP * 4, sums[j * 4],
                                                 sums[j * 4 + 1], sums[j * 4 + 2], sums[j * 4 + 3]);
+    }
+    // Both consumers have the sums of all rows.
+    if (config::HAS_ROW_SUMS && consumer == 0 && thread % 4 == 0) {
+      float* const row = p.row_sums + head * p.padded_rows + padded +
+                         i32(thread / WARP * WARP_KEYS + thread % WARP / 4);
+      ptx::red_global_add_f32(row, row_sums[0]);
+      ptx::red_global_add_f32(row + 8, row_sums[2]);
     }
     if constexpr (config::IS_DETERMINISTIC) {
       ptx::fence_acq_rel_gpu();

@@ -23,6 +23,8 @@ constexpr int HEAD_DIM = ATTN_HEAD_DIM;
 constexpr int VALUE_DIM = ATTN_VALUE_DIM;
 constexpr bool IS_CAPPED = ATTN_CAPPED != 0;
 constexpr bool IS_DETERMINISTIC = ATTN_DETERMINISTIC != 0;
+// Sums over the keys of the gradients of scores (ROW_SUMS).
+constexpr bool HAS_ROW_SUMS = !IS_CAPPED;
 
 // Two consumers, warpgroups; one more has tiles copied and sums moved out. Each has 64 keys of its
 // own, with all columns. Sums of wide rows do not fit: there they have the same 64 keys, each its

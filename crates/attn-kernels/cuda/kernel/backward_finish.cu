@@ -35,23 +35,6 @@ constexpr int WARPS = THREADS / WARP;
 constexpr int MOST_DIM = 256;
 constexpr i32 MEAN_KEYS = 128;
 
-// Eight columns of a row of sums in fours, from `column` on; `row`: counted from padded row 0.
-__device__ void load_fours(const BackwardParams& p, i32 head, i64 row, i32 column,
-                           float (&x)[tile::PIECE]) {
-  constexpr i32 EDGE = 64;
-  const i64 square = (head * p.padded_rows + row) / EDGE * (p.dq_dim / EDGE) + column / EDGE;
-  const i32 own = i32(row % EDGE);
-  const float* from = p.dq_sum + square * (EDGE * EDGE) +
-                      (column % EDGE / 8 * (EDGE * 2) + own / 16 * WARP + own % 8 * 4) * 4 +
-                      own % 16 / 8 * 2;
-#pragma unroll
-  for (int i = 0; i < tile::PIECE / 2; ++i) {
-    const float2 pair = *reinterpret_cast<const float2*>(from + i * 4);
-    x[i * 2] = pair.x;
-    x[i * 2 + 1] = pair.y;
-  }
-}
-
 // The weight of a row's sink.
 __device__ float sink_weight(const BackwardParams& p, i32 head, i64 at) {
   const float sink = per_head(p.call.sinks, 0, head, NEG_INF);
@@ -112,6 +95,23 @@ __device__ float excess(const BackwardParams& p, i32 head, i64 at) {
   float due = 0.0f;
   if (p.call.sinks.data != nullptr) due = sink_weight(p, head, at) * p.delta[at];
   return p.row_sums[at] - due;
+}
+
+// Eight columns of a row of sums in fours, from `column` on; `row`: counted from padded row 0.
+__device__ void load_fours(const BackwardParams& p, i32 head, i64 row, i32 column,
+                           float (&x)[tile::PIECE]) {
+  constexpr i32 EDGE = 64;
+  const i64 square = (head * p.padded_rows + row) / EDGE * (p.dq_dim / EDGE) + column / EDGE;
+  const i32 own = i32(row % EDGE);
+  const float* from = p.dq_sum + square * (EDGE * EDGE) +
+                      (column % EDGE / 8 * (EDGE * 2) + own / 16 * WARP + own % 8 * 4) * 4 +
+                      own % 16 / 8 * 2;
+#pragma unroll
+  for (int i = 0; i < tile::PIECE / 2; ++i) {
+    const float2 pair = *reinterpret_cast<const float2*>(from + i * 4);
+    x[i * 2] = pair.x;
+    x[i * 2 + 1] = pair.y;
+  }
 }
 
 __device__ void write_rows(const BackwardParams& p, u32 index, i32 head, Mean& mean) {

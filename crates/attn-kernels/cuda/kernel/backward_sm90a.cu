@@ -38,6 +38,7 @@ __device__ inline void backward_sm90a(const BackwardParams& p, const Maps& maps)
   const u32 start = static_cast<u32>(__cvta_generic_to_shared(memory));
   const Block block((start + tile::SWIZZLE_BYTES - 1) & ~(tile::SWIZZLE_BYTES - 1));
   if (threadIdx.x == 0) block.init();
+  block.fill_ones();
   ptx::griddepcontrol_wait<__CUDA_ARCH__>();
   ptx::griddepcontrol_launch_dependents<__CUDA_ARCH__>();
   // All lanes write the same.

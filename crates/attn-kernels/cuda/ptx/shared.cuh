@@ -28,6 +28,11 @@ __device__ inline void ld_shared_v2_f32(float (&x)[2], u32 address) {
                : "memory");
 }
 
+// st.shared.f32
+__device__ inline void st_shared_f32(u32 address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+
 // st.shared.v4.f32
 __device__ inline void st_shared_v4_f32(u32 address, float x, float y, float z, float w) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z),

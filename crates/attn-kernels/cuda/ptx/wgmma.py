@@ -94,14 +94,14 @@ def asm(n, dtype, is_rs, trans=""):
 def main():
     out = [HEADER]
     for dtype in ("f16", "bf16", "e4m3"):
-        widths = (32, 64, 96, 128, 192, 256)
+        widths = (8, 32, 64, 72, 96, 128, 192, 256)
         for n in widths:
             body = []
-            if n == 32 and dtype == "e4m3":
+            if n in (8, 32, 72) and dtype == "e4m3":
                 continue
-            if n in (32, 64, 96, 128):
+            if n in (8, 32, 64, 96, 128):
                 body.append(asm(n, dtype, False))
-            if n in (64, 128) and dtype != "e4m3":
+            if n in (64, 72, 128) and dtype != "e4m3":
                 body.append(asm(n, dtype, False, "b"))
             if n in (64, 128) and dtype != "e4m3":
                 body.append(asm(n, dtype, False, "ab"))

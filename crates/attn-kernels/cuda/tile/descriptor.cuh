@@ -36,6 +36,13 @@ struct Operand {
 
   // Sixteen rows of a tile of 16-bit elements whose product sums over rows: n contiguous.
   __device__ u64 rows(u32 step) const { return at(step * 16 * PANEL_ROW_BYTES); }
+
+  // The same of one panel, next to whose columns more come from one place, whatever the step
+  // (rows_operand_beside).
+  __device__ u64 rows_beside(u32 step) const {
+    const u32 bytes = step * 16 * PANEL_ROW_BYTES;
+    return HIGH | (low + (bytes >> 4) - (bytes >> 4 << 16));
+  }
 };
 
 // Panels of rows of so many elements.
@@ -51,5 +58,14 @@ template <int ROWS>
 __device__ Operand rows_operand(u32 tile) {
   return {tile >> 4 | ROWS * PANEL_ROW_BYTES >> 4 << 16};
 }
+
+// A panel whose product sums over rows, and sixteen rows of a panel somewhere after it that have
+// the columns past its own.
+__device__ inline Operand rows_operand_beside(u32 panel, u32 beside) {
+  return {panel >> 4 | (beside - panel) >> 4 << 16};
+}
+
+// Eight columns of elements that are all alike: 128 bytes serve for every row, without a swizzle.
+__device__ inline u64 alike_operand(u32 bytes) { return bytes >> 4; }
 
 }  // namespace attn::tile

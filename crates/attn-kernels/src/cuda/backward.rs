@@ -13,6 +13,6 @@ mod space;
 mod tensors;
 mod tiles;
 
-pub(crate) use self::launches::{Launches, check_alignment, launch};
+pub(crate) use self::launches::{Launches, Site, check_alignment, launch};
 pub(crate) use self::space::{naive_workspace, workspace};
 pub use self::tensors::{ForwardResults, Gradients};

@@ -6,7 +6,7 @@ use attn_core::Plan;
 use cudarc::driver::CudaStream;
 
 use super::config::Main;
-use super::{ForwardResults, Gradients, check_alignment, config, launch};
+use super::{ForwardResults, Gradients, Site, check_alignment, config, launch};
 use crate::cuda::call::{Inputs, check_memory};
 use crate::cuda::capture::Captures;
 use crate::cuda::engine::{BACKWARD, CudaEngine, with_shape};
@@ -51,9 +51,12 @@ impl CudaEngine {
         let own = [Some(&ready.prepared.lengths), ready.partials];
         let own = own.into_iter().flatten();
         Captures::shared().hold(launches.functions(), own, memory());
-        let tables = ready.prepared.lengths.address();
-        let space = ready.partials.map_or(0, |partials| partials.address());
-        launch(launches, problem, inputs, results, gradients, (tables, space), ready.maps, stream)
+        let site = Site {
+            tables: ready.prepared.lengths.address(),
+            space: ready.partials.map_or(0, |partials| partials.address()),
+            maps: ready.maps,
+        };
+        launch(launches, problem, inputs, results, gradients, site, stream)
             .map_err(|error| with_shape(error, problem))
     }
 }

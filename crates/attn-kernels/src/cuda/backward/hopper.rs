@@ -50,8 +50,8 @@ pub(crate) fn tiles(problem: &Problem) -> &'static [Tile] {
     }
 }
 
-/// Bytes of keys, values, query rows, gradients of output and of scores, sums of dQ or, of wide rows, weights, two numbers
-/// of a row, and barriers; the way to the next multiple of 1024 included.
+/// Bytes of keys, values, query rows, gradients of output and of scores, sums of dQ or, of wide rows, weights, keys that
+/// are 1, two numbers of a row, and barriers; the way to the next multiple of 1024 included.
 fn dynamic_smem(problem: &Problem, tile: Tile) -> usize {
     let (dim, value_dim) = dims(problem);
     let is_wide = dim > MOST_OWN_DIM;
@@ -59,10 +59,12 @@ fn dynamic_smem(problem: &Problem, tile: Tile) -> usize {
     let stages = query_stages * dim + GRADIENT_STAGES * value_dim;
     let pairs = if is_wide { 4 } else { 2 } * tile.kv;
     let halves = tile.kv * (dim + value_dim) + tile.q * (stages + pairs);
-    let sums = if is_wide { 0 } else { dim };
-    let numbers = tile.q * (sums + query_stages + GRADIENT_STAGES);
+    // Sums of dQ, and of 64 rows a warpgroup.
+    let sums = if is_wide { 0 } else { tile.q * dim + 2 * 64 };
+    let numbers = sums + tile.q * (query_stages + GRADIENT_STAGES);
+    let ones = if is_wide { 128 } else { 2048 };
     let barriers = 2 + 2 * (query_stages + GRADIENT_STAGES);
-    1024 + 2 * halves + 4 * numbers + 8 * barriers
+    1024 + 2 * halves + ones + 4 * numbers + 8 * barriers
 }
 
 /// Shared memory of a block.

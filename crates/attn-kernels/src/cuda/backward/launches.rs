@@ -236,16 +236,23 @@ fn cells(dbias: &DeviceViewMut<'_, f32>) -> Result<(Pairs, [i32; 4]), Error> {
     Ok((Pairs { data: dbias.view().address(), sequence, head, row, key }, extents))
 }
 
-/// Launches a prepared plan of a problem that the tensors were checked against. `tables` and `space` are where its
-/// lengths and its workspace are.
+/// What a workspace has for a launch.
+pub(crate) struct Site<'w> {
+    /// Where the lengths are.
+    pub(crate) tables: Address,
+    /// Where the space between the launches is.
+    pub(crate) space: Address,
+    pub(crate) maps: &'w mut maps::Caches,
+}
+
+/// Launches a prepared plan of a problem that the tensors were checked against.
 pub(crate) fn launch(
     launches: &Launches,
     problem: &Problem,
     inputs: &Inputs<'_>,
     results: &ForwardResults<'_>,
     gradients: &Gradients<'_>,
-    (tables, space): (Address, Address),
-    caches: &mut maps::Caches,
+    Site { tables, space, maps: caches }: Site<'_>,
     stream: &CudaStream,
 ) -> Result<(), Error> {
     let Launches { config, tiles, .. } = launches;

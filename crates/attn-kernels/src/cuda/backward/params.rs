@@ -19,7 +19,6 @@ pub(crate) const BIAS_LAST: u32 = 2;
 pub(crate) const NATURAL: u32 = 4;
 /// The main kernel adds to `row_sums`.
 pub(crate) const ROW_SUMS: u32 = 8;
-
 /// `dq_sum` is in squares of 64 rows and columns, as products leave them.
 pub(crate) const SUMS_IN_FOURS: u32 = 16;
 
