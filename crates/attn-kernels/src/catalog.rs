@@ -63,8 +63,10 @@ const QUERIES: &[DType] = &[DType::F32, DType::F16, DType::BF16, DType::F8E4M3];
 
 /// What a forward can be asked for.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
-const FORWARD: Features =
-    Features::ALL.without(Feature::SinksGradient).without(Feature::BiasGradient);
+const FORWARD: Features = Features::ALL
+    .without(Feature::SinksGradient)
+    .without(Feature::BiasGradient)
+    .without(Feature::Dropout);
 
 /// The same of the kernels whose products are of 16-bit types: they widen the keys of a cache, and no queries.
 #[cfg(feature = "cuda")]
@@ -177,6 +179,7 @@ const CATALOG: &[KernelDesc] = &[
         kv_dtypes: FLOATS,
         // Gradients of a cache are not defined: several sequences may share a page.
         features: Features::ALL
+            .without(Feature::Dropout)
             .without(Feature::Paged)
             .without(Feature::LatentCache)
             .without(Feature::Fp8Cache)

@@ -93,6 +93,7 @@ struct Case {
     q_scale: Vec<f32>,
     k_scale: Vec<f32>,
     v_scale: Vec<f32>,
+    dropout: [u64; 2],
 }
 
 impl Case {
@@ -131,6 +132,7 @@ impl Case {
             q_scale: (0..batch * kv_heads).map(|_| 0.5 + random.normal().abs()).collect(),
             k_scale: (0..batch * kv_heads).map(|_| 0.5 + random.normal().abs()).collect(),
             v_scale: (0..batch * kv_heads).map(|_| 0.5 + random.normal().abs()).collect(),
+            dropout: [seed, seed << 40],
             problem,
         };
         case.k = case.keys(&mut random, case.problem.head_dim());
@@ -242,6 +244,7 @@ impl Case {
                 .kv_dtype()
                 .is_fp8()
                 .then(|| View::contiguous("v", &self.v_scale, &per_head).unwrap()),
+            dropout: p.dropout().map(|_| View::contiguous("d", &self.dropout, &[2]).unwrap()),
         }
     }
 
