@@ -63,10 +63,8 @@ const QUERIES: &[DType] = &[DType::F32, DType::F16, DType::BF16, DType::F8E4M3];
 
 /// What a forward can be asked for.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
-const FORWARD: Features = Features::ALL
-    .without(Feature::SinksGradient)
-    .without(Feature::BiasGradient)
-    .without(Feature::Dropout);
+const FORWARD: Features =
+    Features::ALL.without(Feature::SinksGradient).without(Feature::BiasGradient);
 
 /// The same of the kernels whose products are of 16-bit types: they widen the keys of a cache, and no queries.
 #[cfg(feature = "cuda")]
@@ -85,7 +83,8 @@ const CATALOG: &[KernelDesc] = &[
         features: TILED
             .without(Feature::UnalignedPages)
             .without(Feature::Fp8Cache)
-            .without(Feature::PaddedKeys),
+            .without(Feature::PaddedKeys)
+            .without(Feature::Dropout),
         // A row of the cache is read once, as key and as value.
         requires: Features::NONE.with(Feature::LatentCache),
         min_compute: Some((9, 0)),
@@ -106,7 +105,10 @@ const CATALOG: &[KernelDesc] = &[
         // A block takes a multiprocessor.
         most_units: Some(1),
         // Parts and clusters are as many as fill the device.
-        features: TILED.without(Feature::UnalignedPages).without(Feature::BatchInvariant),
+        features: TILED
+            .without(Feature::UnalignedPages)
+            .without(Feature::BatchInvariant)
+            .without(Feature::Dropout),
         min_compute: Some((9, 0)),
         max_compute: Some((9, 0)),
         tiles: crate::cuda::config::decode_sm90a_tiles,
@@ -137,7 +139,8 @@ const CATALOG: &[KernelDesc] = &[
             .without(Feature::Fp8Cache)
             .without(Feature::UnalignedPages)
             .without(Feature::OddPages)
-            .without(Feature::OddFp8Rows),
+            .without(Feature::OddFp8Rows)
+            .without(Feature::Dropout),
         tiles: crate::cuda::config::hopper::tiles,
         shared_memory: crate::cuda::config::hopper::smem,
         workspace: crate::cuda::cost::ordered,
@@ -179,7 +182,6 @@ const CATALOG: &[KernelDesc] = &[
         kv_dtypes: FLOATS,
         // Gradients of a cache are not defined: several sequences may share a page.
         features: Features::ALL
-            .without(Feature::Dropout)
             .without(Feature::Paged)
             .without(Feature::LatentCache)
             .without(Feature::Fp8Cache)
