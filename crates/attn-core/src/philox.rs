@@ -44,7 +44,6 @@ pub const fn philox4x32_10(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
 #[expect(clippy::cast_possible_truncation, reason = "the halves are meant")]
 const fn multiply(a: u32, b: u32) -> (u32, u32) {
     // `u64::from` is not const.
-    #[expect(clippy::cast_lossless, reason = "no other conversion is const")]
     let product = a as u64 * b as u64;
     ((product >> 32) as u32, product as u32)
 }

@@ -6,10 +6,10 @@
 //!
 //! | kernel | engine | family | q | k, v | head and value dims | rows a sequence | not |
 //! |---|---|---|---|---|---|---|---|
-//! | `cuda_latent_sm90a` | cuda | decode | f16 bf16 | as q, latent rows | 576 and 512 | any | dense keys, an fp8 cache |
-//! | `cuda_decode_sm90a` | cuda | decode | f16 bf16 | as q, or fp8 | multiples of 8 to 128 | at most 16 | batch invariance |
+//! | `cuda_latent_sm90a` | cuda | decode | f16 bf16 | as q, latent rows | 576 and 512 | any | dense keys, an fp8 cache, dropout |
+//! | `cuda_decode_sm90a` | cuda | decode | f16 bf16 | as q, or fp8 | multiples of 8 to 128 | at most 16 | batch invariance, dropout |
 //! | `cuda_decode` | cuda | decode | f16 bf16 | as q, or fp8 | multiples of 8 to 256 | at most 16 | |
-//! | `cuda_prefill_sm90a` | cuda | prefill | f16 bf16 e4m3 | as q | multiples of 8 to 256, e4m3 of 16 | any | an fp8 cache of wider queries, pages of no multiple of 8 rows |
+//! | `cuda_prefill_sm90a` | cuda | prefill | f16 bf16 e4m3 | as q | multiples of 8 to 256, e4m3 of 16 | any | an fp8 cache of wider queries, pages of no multiple of 8 rows, dropout |
 //! | `cuda_prefill` | cuda | prefill | f16 bf16 | as q, or fp8 | multiples of 8 to 256 | any | |
 //! | `cuda_naive` | cuda | general | f32 f16 bf16 e4m3 | as q, or fp8 | any | any | |
 //! | `cpu_decode` | cpu | decode | f32 f16 bf16 e4m3 | as q, or fp8 | any | at most 16 | |

@@ -132,6 +132,11 @@ struct ForwardParams {
   i32 reserved;
   // The sequences in the order in which blocks take them, [batch].
   const i64* sequences;
+  // Dropout: one number each, read by the kernel; null without.
+  const u64* seed;
+  const u64* offset;
+  u32 drop_below;     // a weight whose random word is less is dropped (attn/dropout.cuh)
+  float keep_factor;  // of the others; 1 without dropout
 };
 
 // Bits of ForwardParams::flags.
@@ -195,7 +200,7 @@ struct CopyBlocksParams {
   i32 v_bytes;
 };
 
-static_assert(sizeof(ForwardParams) == 672 && sizeof(MergeStatesParams) == 208);
+static_assert(sizeof(ForwardParams) == 696 && sizeof(MergeStatesParams) == 208);
 static_assert(sizeof(AppendParams) == 288 && sizeof(CopyBlocksParams) == 104);
 
 }  // namespace attn

@@ -146,6 +146,10 @@ pub(crate) struct ForwardParams {
     pub(crate) most_visits: i32,
     pub(crate) reserved: i32,
     pub(crate) sequences: Address,
+    pub(crate) seed: Address,
+    pub(crate) offset: Address,
+    pub(crate) drop_below: u32,
+    pub(crate) keep_factor: f32,
 }
 
 /// The union of two attention states.
@@ -226,7 +230,7 @@ mod tests {
 
     #[test]
     fn params_have_the_sizes_that_the_device_asserts() {
-        assert_eq!(size_of::<ForwardParams>(), 672);
+        assert_eq!(size_of::<ForwardParams>(), 696);
         assert_eq!(size_of::<MergeStatesParams>(), 208);
         assert_eq!(size_of::<AppendParams>(), 288);
         assert_eq!(size_of::<CopyBlocksParams>(), 104);

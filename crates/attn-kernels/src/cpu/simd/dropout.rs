@@ -122,9 +122,8 @@ mod tests {
     fn lanes_drop_what_the_mask_drops_at_every_level() {
         let mask = DropoutMask::new(Dropout { p: 0.4 }, 5, 6);
         let mut lanes = DropLanes { sequence: 3, heads: [0; LANE_GROUP], rows: [0; LANE_GROUP] };
-        for lane in 0..LANE_GROUP {
-            lanes.heads[lane] = (lane % 3) as u32;
-            lanes.rows[lane] = 100 + (lane / 3) as u32;
+        for (lane, n) in (0..).zip(0..LANE_GROUP) {
+            (lanes.heads[n], lanes.rows[n]) = (lane % 3, 100 + lane / 3);
         }
         for level in Level::ALL {
             let Some(simd) = Simd::with_level(level) else { continue };
