@@ -6,6 +6,7 @@
 
 mod cache;
 mod cascade;
+mod dropout;
 mod forward;
 mod long;
 mod merge;
@@ -113,7 +114,7 @@ impl Judge<'_> {
 /// A group of checks that are no cases of the matrix.
 type Special = fn(&mut Judge<'_>, &mut Tallies);
 
-const SPECIALS: [(&str, Special); 7] = [
+const SPECIALS: [(&str, Special); 8] = [
     ("long", long::judge),
     ("merge", merge::judge),
     ("append", cache::judge_append),
@@ -121,6 +122,7 @@ const SPECIALS: [(&str, Special); 7] = [
     ("modes", modes::judge),
     ("serving", serve),
     ("cascade", cascade::judge),
+    ("dropout", dropout::judge),
 ];
 
 /// Serving steps over pages on the device.
