@@ -15,6 +15,7 @@ mod model;
 mod peers;
 #[cfg(test)]
 mod support;
+mod train;
 mod validate;
 mod worker;
 
@@ -47,6 +48,8 @@ enum Verb {
     Memory(memory::Args),
     /// Time the CPU engine beside PyTorch, candle-nn, a matrix product and a memory read.
     Peers(peers::Args),
+    /// Train a small causal transformer block, its attention by recomputation and by a score matrix.
+    TrainStep(train::Args),
     /// Judge engines, instruction sets and strategies by the error rule, and record it.
     Validate(validate::Args),
     /// Answer a benchmark's questions, one JSON line each, beside its other contestants.
@@ -67,6 +70,7 @@ fn main() -> ExitCode {
         Verb::LatentBench(args) => worker::latent::run(&args).map_err(failed),
         Verb::Memory(args) => memory::run(&args).map_err(failed),
         Verb::Peers(args) => peers::run(&args).map_err(failed),
+        Verb::TrainStep(args) => train::run(&args).map_err(failed),
         Verb::Validate(args) => validate::run(&args).map_err(failed),
         Verb::Worker(args) => worker::run(&args).map_err(failed),
     };
