@@ -42,6 +42,9 @@ pub(crate) enum Verb {
     /// Time one decode step over a latent cache, on a device (see `latent-bench --help`).
     #[command(disable_help_flag = true)]
     LatentBench(Passed),
+    /// Train a small transformer block on this workspace's attention (see `train-step --help`).
+    #[command(disable_help_flag = true)]
+    TrainStep(Passed),
     /// Run the criterion benches; arguments after the options go to criterion.
     Bench(Bench),
     /// Run what a change must pass: fmt, clippy, nvrtc, tidy, tests, docs. Stops at the first failure.
