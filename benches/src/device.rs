@@ -112,6 +112,7 @@ pub(crate) struct DeviceInputs {
     q_scale: Option<Placed>,
     k_scale: Option<Placed>,
     v_scale: Option<Placed>,
+    dropout: Option<Placed>,
 }
 
 /// Storages that were uploaded, by where they are on the host: two views of one storage share a buffer.
@@ -184,6 +185,7 @@ impl DeviceInputs {
             q_scale: up.optional("q_scale", inputs.q_scale.as_ref())?,
             k_scale: up.optional("k_scale", inputs.k_scale.as_ref())?,
             v_scale: up.optional("v_scale", inputs.v_scale.as_ref())?,
+            dropout: up.optional("dropout", inputs.dropout.as_ref())?,
             buffers: up.buffers,
         })
     }
@@ -211,6 +213,7 @@ impl DeviceInputs {
         inputs.q_scale = self.optional(self.q_scale.as_ref())?;
         inputs.k_scale = self.optional(self.k_scale.as_ref())?;
         inputs.v_scale = self.optional(self.v_scale.as_ref())?;
+        inputs.dropout = self.optional(self.dropout.as_ref())?;
         Ok(inputs)
     }
 

@@ -15,6 +15,7 @@ mod model;
 mod peers;
 #[cfg(test)]
 mod support;
+mod train;
 mod validate;
 mod worker;
 
@@ -49,6 +50,8 @@ enum Verb {
     Peers(peers::Args),
     /// Time a decode step that attends to new keys and stores them in one launch, beside two, on the first CUDA device.
     StepBench(worker::step::Args),
+    /// Train a small causal transformer block, its attention by recomputation and by a score matrix.
+    TrainStep(train::Args),
     /// Judge engines, instruction sets and strategies by the error rule, and record it.
     Validate(validate::Args),
     /// Answer a benchmark's questions, one JSON line each, beside its other contestants.
@@ -70,6 +73,7 @@ fn main() -> ExitCode {
         Verb::StepBench(args) => worker::step::run(&args).map_err(failed),
         Verb::Memory(args) => memory::run(&args).map_err(failed),
         Verb::Peers(args) => peers::run(&args).map_err(failed),
+        Verb::TrainStep(args) => train::run(&args).map_err(failed),
         Verb::Validate(args) => validate::run(&args).map_err(failed),
         Verb::Worker(args) => worker::run(&args).map_err(failed),
     };

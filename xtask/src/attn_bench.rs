@@ -1,5 +1,5 @@
-//! The verbs `demo`, `case`, `validate`, `kernels`, `worker`, `cascade-bench`, `latent-bench` and `step-bench`: build `attn-bench` in
-//! release, spawn it, pass its exit code on. They differ in one word, hence one file for the eight.
+//! The verbs `demo`, `case`, `validate`, `kernels`, `worker`, `cascade-bench`, `latent-bench`, `step-bench` and `train-step`: build `attn-bench` in
+//! release, spawn it, pass its exit code on. They differ in one word, hence one file for all of them.
 //!
 //! `cargo run --release -p attn-bench` would do the same but for one thing: a failed build and a
 //! failed run would both exit with 101, and the case contract gives exit codes a meaning.

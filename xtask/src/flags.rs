@@ -45,6 +45,9 @@ pub(crate) enum Verb {
     /// Time decode steps that store their new keys, in one launch and in two, on a device (see `step-bench --help`).
     #[command(disable_help_flag = true)]
     StepBench(Passed),
+    /// Train a small transformer block on this workspace's attention (see `train-step --help`).
+    #[command(disable_help_flag = true)]
+    TrainStep(Passed),
     /// Run the criterion benches; arguments after the options go to criterion.
     Bench(Bench),
     /// Run what a change must pass: fmt, clippy, nvrtc, tidy, tests, docs. Stops at the first failure.

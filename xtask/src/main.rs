@@ -47,6 +47,7 @@ fn run(verb: Verb) -> Result<ExitCode, Error> {
         Verb::CascadeBench(passed) => attn_bench::run("cascade-bench", &passed.args),
         Verb::LatentBench(passed) => attn_bench::run("latent-bench", &passed.args),
         Verb::StepBench(passed) => attn_bench::run("step-bench", &passed.args),
+        Verb::TrainStep(passed) => attn_bench::run("train-step", &passed.args),
         Verb::Bench(bench) => bench::run(&bench),
         Verb::Ci(ci) => ci::run(&ci),
         Verb::Tidy => tidy::run(),

@@ -190,6 +190,8 @@ impl<'a> Operands<'a> {
             q_scale: None,
             k_scale: self.k_scale.as_ref().map(Operand::f32_view).transpose()?,
             v_scale: self.v_scale.as_ref().map(Operand::f32_view).transpose()?,
+            // Nor is there dropout in one.
+            dropout: None,
         })
     }
 }

@@ -116,34 +116,103 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
     sums.iter().sum::<f32>() + tail
 }
 
+fn project_rows(w: &Matrix, x: &[f32], y: &mut [f32], rows: usize) {
+    let Matrix { outputs, inputs, ref values } = *w;
+    let x = Factor { values: x, rows, cols: inputs, row_step: inputs, col_step: 1 };
+    let w = Factor { values, rows: inputs, cols: outputs, row_step: 1, col_step: inputs };
+    multiply(x, w, y, outputs, false);
+}
+
+/// A factor of a product: `[rows, cols]`, somewhere in `values`. Steps in elements.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Factor<'a> {
+    /// Storage, from the first element on.
+    pub(crate) values: &'a [f32],
+    /// Extent of the first axis.
+    pub(crate) rows: usize,
+    /// Extent of the second axis.
+    pub(crate) cols: usize,
+    /// From a row to the next.
+    pub(crate) row_step: usize,
+    /// From a column to the next.
+    pub(crate) col_step: usize,
+}
+
+impl<'a> Factor<'a> {
+    /// Rows that lie one after the other.
+    pub(crate) const fn rows(values: &'a [f32], rows: usize, cols: usize) -> Self {
+        Self { values, rows, cols, row_step: cols, col_step: 1 }
+    }
+
+    /// The same elements with the axes exchanged.
+    pub(crate) const fn transposed(self) -> Self {
+        Self {
+            values: self.values,
+            rows: self.cols,
+            cols: self.rows,
+            row_step: self.col_step,
+            col_step: self.row_step,
+        }
+    }
+
+    /// Elements up to the last one.
+    const fn span(&self) -> usize {
+        span(self.rows, self.cols, self.row_step, self.col_step)
+    }
+}
+
+/// Elements up to the last of `[rows, cols]`; saturates.
+const fn span(rows: usize, cols: usize, row_step: usize, col_step: usize) -> usize {
+    if rows == 0 || cols == 0 {
+        return 0;
+    }
+    let last =
+        (rows - 1).saturating_mul(row_step).saturating_add((cols - 1).saturating_mul(col_step));
+    last.saturating_add(1)
+}
+
+/// Computes `y = a b`, or `y += a b` where `adds`.
+///
+/// Shapes: a `[rows, inner]`, b `[inner, cols]`, y `[rows, cols]` with rows `y_step` apart.
+///
+/// # Panics
+/// When the extents do not agree, or an operand is shorter than its extents and steps say.
 #[expect(
     unsafe_code,
     reason = "the gemm crate takes pointers and strides, and has no slice interface"
 )]
-fn project_rows(w: &Matrix, x: &[f32], y: &mut [f32], rows: usize) {
-    let Matrix { outputs, inputs, ref values } = *w;
-    // A slice holds at most isize::MAX bytes, so its dimensions cannot wrap here.
+pub(crate) fn multiply(a: Factor<'_>, b: Factor<'_>, y: &mut [f32], y_step: usize, adds: bool) {
+    let (rows, inner, cols) = (a.rows, a.cols, b.cols);
+    assert_eq!(b.rows, inner, "inner extents of a product");
+    assert!(
+        a.span() <= a.values.len() && b.span() <= b.values.len(),
+        "factors cover their extents"
+    );
+    assert!(rows <= 1 || y_step >= cols, "rows of a product do not overlap");
+    assert!(span(rows, cols, y_step, 1) <= y.len(), "a product covers its extents");
+    if rows == 0 || cols == 0 {
+        return;
+    }
+    // A slice holds at most isize::MAX bytes, so that a step that is taken cannot wrap here.
     let stride = usize::cast_signed;
-    // SAFETY: y is `[rows, outputs]`, x `[rows, inputs]` and W `[outputs, inputs]`, all row-major:
-    // `project` has just compared the lengths of x and y with these dimensions, `Matrix::new` that
-    // of W. W is passed transposed, as `[inputs, outputs]` with strides 1 and `inputs`. y is
-    // borrowed uniquely and is not read.
+    // SAFETY: every element that extents and steps of a, b and y reach was just compared with the length of
+    // its slice. y is borrowed uniquely, its rows do not overlap, and it is read only where `adds`.
     unsafe {
         gemm::gemm(
             rows,
-            outputs,
-            inputs,
+            cols,
+            inner,
             y.as_mut_ptr(),
             1,
-            stride(outputs),
-            false,
-            x.as_ptr(),
-            1,
-            stride(inputs),
-            values.as_ptr(),
-            stride(inputs),
-            1,
-            0.0,
+            stride(y_step),
+            adds,
+            a.values.as_ptr(),
+            stride(a.col_step),
+            stride(a.row_step),
+            b.values.as_ptr(),
+            stride(b.col_step),
+            stride(b.row_step),
+            if adds { 1.0 } else { 0.0 },
             1.0,
             false,
             false,
@@ -181,6 +250,21 @@ mod tests {
                 assert_eq!(y, naive(&w, &x), "{outputs} x {inputs}, {rows} rows");
             }
         }
+    }
+
+    #[test]
+    fn product_takes_any_steps_and_adds_where_asked() {
+        // a [2, 3] by columns, b [3, 2] by rows that are 4 apart, y by rows that are 3 apart.
+        let (a, b) = (integers(6, 5), integers(12, 3));
+        let a = Factor::rows(&a, 3, 2).transposed();
+        let b = Factor { values: &b, rows: 3, cols: 2, row_step: 4, col_step: 1 };
+        let at = |f: Factor<'_>, i: usize, j: usize| f.values[i * f.row_step + j * f.col_step];
+        let mut y = vec![7.0; 5];
+        multiply(a, b, &mut y, 3, false);
+        let want = |i, j| (0..3).map(|k| at(a, i, k) * at(b, k, j)).sum::<f32>();
+        assert_eq!(y, [want(0, 0), want(0, 1), 7.0, want(1, 0), want(1, 1)]);
+        multiply(a, b, &mut y, 3, true);
+        assert_eq!(y[4], 2.0 * want(1, 1));
     }
 
     #[test]

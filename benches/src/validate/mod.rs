@@ -7,6 +7,7 @@
 mod cascade;
 mod corpus;
 mod cuda;
+mod dropout;
 mod matrix;
 mod record;
 mod serving;
@@ -27,9 +28,9 @@ pub(crate) struct Args {
     /// Which engine is judged.
     #[arg(long, value_enum, default_value_t = Backend::Cpu)]
     backend: Backend,
-    /// Only kernels of this family: prefill, decode or backward, or serving or cascade; on CUDA prefill, `prefill_sm90a`,
-    /// decode, `decode_sm90a`, `latent_sm90a`, naive, backward, `backward_naive`, merge, append, copy, modes, serving or
-    /// cascade.
+    /// Only kernels of this family: prefill, decode or backward, or serving, cascade or dropout; on CUDA prefill, `prefill_sm90a`,
+    /// decode, `decode_sm90a`, `latent_sm90a`, naive, backward, `backward_naive`, merge, append, copy, modes, serving,
+    /// cascade or dropout.
     #[arg(long)]
     family: Option<String>,
     /// Only cases whose name contains this.
@@ -72,7 +73,7 @@ impl Backend {
     const fn families(self) -> &'static [&'static str] {
         match self {
             Self::Reference => &["prefill", "backward"],
-            Self::Cpu => &["prefill", "decode", "backward", "serving", "cascade"],
+            Self::Cpu => &["prefill", "decode", "backward", "serving", "cascade", "dropout"],
             Self::Cuda => &[
                 "naive",
                 "prefill",
@@ -89,6 +90,7 @@ impl Backend {
                 "modes",
                 "serving",
                 "cascade",
+                "dropout",
             ],
         }
     }
@@ -170,7 +172,10 @@ fn run_on_host(args: &Args) -> Result<(), ValidateError> {
     let cascades = args.backend == Backend::Cpu
         && wanted.is_none_or(|family| family == "cascade")
         && cascade::batches(false).iter().any(|batch| batch.case.name.contains(&args.only));
-    if cases.is_empty() && settings.is_empty() && !cascades {
+    let sets = args.backend == Backend::Cpu
+        && wanted.is_none_or(|family| family == dropout::FAMILY)
+        && dropout::calls()?.iter().any(|call| call.name.contains(&args.only));
+    if cases.is_empty() && settings.is_empty() && !cascades && !sets {
         return Err(ValidateError::NoCase(args.only.clone()));
     }
     if args.backend == Backend::Reference {
@@ -181,6 +186,9 @@ fn run_on_host(args: &Args) -> Result<(), ValidateError> {
             for threads in [1, 2] {
                 let engine = CpuEngine::with(threads, level)?;
                 corpus::judge_cpu(&cases, &engine, wanted, &mut tallies);
+                if sets {
+                    dropout::judge_cpu(&engine, &args.only, &mut tallies)?;
+                }
             }
         }
         for setting in settings {

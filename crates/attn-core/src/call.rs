@@ -80,6 +80,8 @@ pub struct CallLayout<'a> {
     pub k_scale: Option<&'a Strided>,
     /// fp8 values only: f32 scales.
     pub v_scale: Option<&'a Strided>,
+    /// Dropout only: seed and offset, u64.
+    pub dropout: Option<&'a Strided>,
 }
 
 /// Descriptions of everything a forward writes.
@@ -136,6 +138,10 @@ impl CallLayout<'_> {
             if let Some(layout) = given {
                 check_shape(field, layout, &[problem.q_heads()])?;
             }
+        }
+        check_presence("dropout", self.dropout.is_some(), problem.dropout().is_some())?;
+        if let Some(stream) = self.dropout {
+            check_shape("dropout", stream, &[2])?;
         }
         let (queries, keys) =
             (("queries", problem.q_dtype()), ("keys and values", problem.kv_dtype()));
@@ -413,6 +419,7 @@ mod tests {
             q_scale: None,
             k_scale: None,
             v_scale: None,
+            dropout: None,
         }
     }
 

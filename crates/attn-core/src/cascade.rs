@@ -90,9 +90,9 @@ impl Cascade {
     ///
     /// # Errors
     /// [`Error::Unsupported`] for a problem that two calls and a merge do not compute, with the reason: a backward; dense
-    /// keys; padded queries; a boolean or block mask, a bias, or ALiBi; a window that hides part of a shared prefix; a
-    /// batch-invariant call. [`Error::Invalid`] for prefixes that are empty, overlap, name sequences that are not there, or hold no
-    /// whole pages or the keys of a row's own. [`Error::Overflow`] for parts whose keys are more than can be counted.
+    /// keys; padded queries; a boolean or block mask, a bias, ALiBi, or dropout; a window that hides part of a shared prefix;
+    /// a batch-invariant call. [`Error::Invalid`] for prefixes that are empty, overlap, name sequences that are not there, or
+    /// hold no whole pages or the keys of a row's own. [`Error::Overflow`] for parts whose keys are more than can be counted.
     pub fn new(
         problem: &Problem,
         prefixes: &[SharedPrefix],
@@ -392,6 +392,11 @@ fn check_problem(problem: &Problem) -> Result<&CacheLayout, Error> {
     if problem.has_alibi() {
         return refuse(
             "ALiBi depends on the distance from a row to each key, which sequences do not share",
+        );
+    }
+    if problem.dropout().is_some() {
+        return refuse(
+            "dropout counts a row's sequence and keys, which are others in the prefix call",
         );
     }
     if problem.options().batch_invariant {

@@ -48,7 +48,7 @@ pub enum KvView<'a> {
 ///
 /// Shapes: `mask` and `bias` have rank 2 to 4, aligned from the right to `[batch, q_heads, longest q, longest kv]`,
 /// each extent equal or 1; `block_mask` likewise over blocks of the longest lengths; `alibi` and `sinks`
-/// `[q_heads]`; scales of rank 0, `[1]` or `[batch, kv_heads]`.
+/// `[q_heads]`; scales of rank 0, `[1]` or `[batch, kv_heads]`; `dropout` `[2]`.
 #[derive(Debug, Clone)]
 pub struct Inputs<'a> {
     /// Queries.
@@ -71,6 +71,8 @@ pub struct Inputs<'a> {
     pub k_scale: Option<View<'a, f32>>,
     /// fp8 values only: value = stored * scale.
     pub v_scale: Option<View<'a, f32>>,
+    /// Dropout only: seed and offset. See [`crate::dropout`].
+    pub dropout: Option<View<'a, u64>>,
 }
 
 /// What a forward writes; padding rows too (0, and -inf for the LSE).
@@ -129,6 +131,7 @@ impl<'a> Inputs<'a> {
             q_scale: None,
             k_scale: None,
             v_scale: None,
+            dropout: None,
         }
     }
 
@@ -157,6 +160,7 @@ impl<'a> Inputs<'a> {
             q_scale: self.q_scale.as_ref().map(View::layout),
             k_scale: self.k_scale.as_ref().map(View::layout),
             v_scale: self.v_scale.as_ref().map(View::layout),
+            dropout: self.dropout.as_ref().map(View::layout),
         }
     }
 

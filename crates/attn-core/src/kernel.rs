@@ -103,11 +103,13 @@ pub enum Feature {
     OddFp8Rows,
     /// Values that are the first elements of each key row.
     LatentCache,
+    /// Dropout of weights.
+    Dropout,
 }
 
 impl Feature {
     /// Every feature.
-    pub const ALL: [Self; 23] = [
+    pub const ALL: [Self; 24] = [
         Self::Causal,
         Self::Window,
         Self::BooleanMask,
@@ -131,6 +133,7 @@ impl Feature {
         Self::OddPages,
         Self::OddFp8Rows,
         Self::LatentCache,
+        Self::Dropout,
     ];
 
     /// The words used in plans and in the support table.
@@ -160,6 +163,7 @@ impl Feature {
             Self::OddPages => "pages of no multiple of 8 tokens",
             Self::OddFp8Rows => "fp8 queries of dims of no multiple of 16",
             Self::LatentCache => "latent cache",
+            Self::Dropout => "dropout",
         }
     }
 }
@@ -253,6 +257,7 @@ impl Features {
                 }),
                 Feature::LatentCache,
             ),
+            (problem.dropout().is_some(), Feature::Dropout),
         ] {
             if needed {
                 set = set.with(feature);

@@ -3,6 +3,7 @@
 pub mod call;
 pub mod caps;
 pub mod cascade;
+pub mod dropout;
 pub mod dtype;
 pub mod error;
 pub mod inputs;
@@ -10,6 +11,7 @@ pub mod kernel;
 pub mod layout;
 pub mod mask;
 pub mod online;
+pub mod philox;
 pub mod plan;
 pub mod problem;
 pub mod rows;
@@ -23,6 +25,7 @@ pub use crate::call::{
 };
 pub use crate::caps::{CudaCaps, DeviceCaps, HostCaps};
 pub use crate::cascade::{Cascade, CascadePlan, PrefixPart, SharedPrefix};
+pub use crate::dropout::{Dropout, DropoutMask};
 pub use crate::dtype::{DType, Element, F8E4M3, F8E5M2};
 pub use crate::error::Error;
 pub use crate::inputs::{ForwardResults, Gradients, Inputs, KvView, Outputs};

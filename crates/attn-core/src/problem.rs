@@ -9,6 +9,7 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
+use crate::dropout::{self, Dropout};
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::layout::CacheLayout;
@@ -126,6 +127,8 @@ pub struct ProblemSpec {
     pub alibi: bool,
     /// Attention sinks are given: one score per query head that joins the denominator.
     pub sinks: bool,
+    /// Weights are dropped after the softmax; which, seed and offset say ([`crate::Inputs::dropout`]).
+    pub dropout: Option<Dropout>,
     /// Backward: the sinks' gradient is wanted.
     pub want_dsinks: bool,
     /// Backward: the bias' gradient is wanted.
@@ -167,6 +170,7 @@ impl ProblemSpec {
             bias: false,
             alibi: false,
             sinks: false,
+            dropout: None,
             want_dsinks: false,
             want_dbias: false,
             options: Options::default(),
@@ -179,7 +183,8 @@ impl ProblemSpec {
 /// Semantics, for row `i` of a sequence with `Sq` rows and `Sk` keys, at position `p = i + Sk - Sq`; query head
 /// `h` reads KV head `h / (q_heads / kv_heads)`:
 /// `s = scale * q.k`, then soft-cap, then `+ bias[i, j] - alibi[h] * |p - j|`, then masks.
-/// `lse = ln(sum of exp(s) over visible keys + exp(sink[h]))`, `o = sum of exp(s - lse) v`.
+/// `lse = ln(sum of exp(s) over visible keys + exp(sink[h]))`, `o = sum of z exp(s - lse) v`, where `z` is 1 without
+/// dropout, and with it 0 for dropped pairs and `1 / (1 - p)` for the others ([`crate::dropout`]).
 /// A row without a visible key has `o = 0`, zero gradients and `lse = -inf` (the sink's score with a sink).
 ///
 /// ```
@@ -225,6 +230,7 @@ impl Problem {
         check_storage(&spec)?;
         check_scores(&spec)?;
         check_gradients(&spec)?;
+        dropout::check(&spec)?;
         let scale = match spec.scale {
             Some(scale) => scale,
             #[expect(clippy::cast_possible_truncation, reason = "the rounding to f32 is meant")]
@@ -367,6 +373,12 @@ impl Problem {
         self.inner.spec.sinks
     }
 
+    /// Dropout of weights, if any; a rate of 0 is none.
+    #[must_use]
+    pub fn dropout(&self) -> Option<Dropout> {
+        rate(&self.inner.spec)
+    }
+
     /// Whether the sinks' gradient is wanted.
     #[must_use]
     pub fn wants_dsinks(&self) -> bool {
@@ -472,16 +484,23 @@ fn key(spec: &ProblemSpec, scale: f32) -> impl Hash + PartialEq + use<> {
         bias,
         alibi,
         sinks,
+        // Its resolved value counts.
+        dropout: _,
         want_dsinks,
         want_dbias,
     } = spec;
     (
         (pass, q_dtype, kv_dtype, q_arrangement),
         (q_heads, kv_heads, head_dim, value_dim),
-        (scale.to_bits(), softcap.map(f32::to_bits)),
+        (scale.to_bits(), softcap.map(f32::to_bits), rate(spec).map(|dropout| dropout.p.to_bits())),
         (causal, window_left, window_right, mask, block_mask),
         (bias, alibi, sinks, want_dsinks, want_dbias),
     )
+}
+
+/// The dropout that there is.
+fn rate(spec: &ProblemSpec) -> Option<Dropout> {
+    spec.dropout.filter(|dropout| dropout.p != 0.0)
 }
 
 fn hash_spec(spec: &ProblemSpec, scale: f32, state: &mut impl Hasher) {

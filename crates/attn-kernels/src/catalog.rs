@@ -6,10 +6,10 @@
 //!
 //! | kernel | engine | family | q | k, v | head and value dims | rows a sequence | not |
 //! |---|---|---|---|---|---|---|---|
-//! | `cuda_latent_sm90a` | cuda | decode | f16 bf16 | as q, latent rows | 576 and 512 | any | dense keys, an fp8 cache |
-//! | `cuda_decode_sm90a` | cuda | decode | f16 bf16 | as q, or fp8 | multiples of 8 to 128 | at most 16 | |
+//! | `cuda_latent_sm90a` | cuda | decode | f16 bf16 | as q, latent rows | 576 and 512 | any | dense keys, an fp8 cache, dropout |
+//! | `cuda_decode_sm90a` | cuda | decode | f16 bf16 | as q, or fp8 | multiples of 8 to 128 | at most 16 | dropout |
 //! | `cuda_decode` | cuda | decode | f16 bf16 | as q, or fp8 | multiples of 8 to 256 | at most 16 | |
-//! | `cuda_prefill_sm90a` | cuda | prefill | f16 bf16 e4m3 | as q | multiples of 8 to 256, e4m3 of 16 | any | an fp8 cache of wider queries, pages of no multiple of 8 rows |
+//! | `cuda_prefill_sm90a` | cuda | prefill | f16 bf16 e4m3 | as q | multiples of 8 to 256, e4m3 of 16 | any | an fp8 cache of wider queries, pages of no multiple of 8 rows, dropout |
 //! | `cuda_prefill` | cuda | prefill | f16 bf16 | as q, or fp8 | multiples of 8 to 256 | any | |
 //! | `cuda_naive` | cuda | general | f32 f16 bf16 e4m3 | as q, or fp8 | any | any | |
 //! | `cuda_backward_sm90a` | cuda | backward | f16 bf16 | as q | multiples of 8 to 256 | any | bias, ALiBi, masks but the band, paged or fp8 cache |
@@ -100,7 +100,8 @@ const CATALOG: &[KernelDesc] = &[
         features: TILED
             .without(Feature::UnalignedPages)
             .without(Feature::Fp8Cache)
-            .without(Feature::PaddedKeys),
+            .without(Feature::PaddedKeys)
+            .without(Feature::Dropout),
         // A row of the cache is read once, as key and as value.
         requires: Features::NONE.with(Feature::LatentCache),
         min_compute: Some((9, 0)),
@@ -120,6 +121,7 @@ const CATALOG: &[KernelDesc] = &[
         max_query_rows: Some(16),
         // A block takes a multiprocessor.
         most_units: Some(1),
+        features: TILED.without(Feature::UnalignedPages).without(Feature::Dropout),
         min_compute: Some((9, 0)),
         max_compute: Some((9, 0)),
         tiles: crate::cuda::config::decode_sm90a_tiles,
@@ -150,7 +152,8 @@ const CATALOG: &[KernelDesc] = &[
             .without(Feature::Fp8Cache)
             .without(Feature::UnalignedPages)
             .without(Feature::OddPages)
-            .without(Feature::OddFp8Rows),
+            .without(Feature::OddFp8Rows)
+            .without(Feature::Dropout),
         tiles: crate::cuda::config::hopper::tiles,
         shared_memory: crate::cuda::config::hopper::smem,
         workspace: crate::cuda::cost::ordered,
@@ -183,6 +186,7 @@ const CATALOG: &[KernelDesc] = &[
             .without(Feature::BlockMask)
             .without(Feature::Bias)
             .without(Feature::BiasGradient)
+            .without(Feature::Dropout)
             .without(Feature::Alibi),
         min_compute: Some((9, 0)),
         max_compute: Some((9, 0)),
@@ -255,7 +259,7 @@ const CUDA_BACKWARD: KernelDesc = KernelDesc {
     name: "cuda_backward",
     family: Family::Backward,
     kv_dtypes: &[DType::F16, DType::BF16],
-    features: BACKWARD,
+    features: BACKWARD.without(Feature::Dropout),
     tiles: crate::cuda::backward::config::tiles,
     shared_memory: crate::cuda::backward::config::smem,
     workspace: crate::cuda::backward::workspace,

@@ -5,7 +5,7 @@
 //! every arch it is shipped for. Any other combination compiles on first use from the same sources.
 
 use attn_core::{
-    CacheLayout, DType, KvStorage, PageOrder, Problem, ProblemSpec, Tile, ValueStorage,
+    CacheLayout, DType, Dropout, KvStorage, PageOrder, Problem, ProblemSpec, Tile, ValueStorage,
 };
 
 use crate::cuda::backward::{config as backward, hopper};
@@ -51,6 +51,7 @@ struct Kind {
     is_capped: bool,
     is_packed: bool,
     is_latent: bool,
+    has_dropout: bool,
     tile: Tile,
 }
 
@@ -84,6 +85,7 @@ impl Kind {
             is_capped: false,
             is_packed: false,
             is_latent: false,
+            has_dropout: false,
             tile: ROWS_128,
         }
     }
@@ -114,6 +116,7 @@ impl Kind {
         spec.value_dim = value_dim;
         spec.kv_dtype = self.kv_dtype;
         spec.alibi = self.is_general;
+        spec.dropout = self.has_dropout.then_some(Dropout { p: 0.5 });
         spec.softcap = self.is_capped.then_some(1.0);
         if self.is_paged {
             let value = if self.is_latent {
@@ -290,6 +293,8 @@ pub fn representatives() -> Vec<Instance> {
         Kind { kv_dtype: E4M3, ..Kind::decode(BF16, 128, ROWS_16) },
         Kind { entry: Entry::DecodeSm90a, ..Kind::decode(BF16, 128, ROWS_16_HOPPER) },
         Kind::latent(BF16),
+        Kind { has_dropout: true, ..Kind::prefill(BF16, 128) },
+        Kind { has_dropout: true, is_general: true, ..Kind::decode(BF16, 64, ROWS_16_NARROW) },
     ];
     let mut all: Vec<_> = kinds.into_iter().filter_map(Kind::instance).collect();
     let gradients = [BackwardKind::plain(BF16, 128), BackwardKind::hopper(BF16, 128)];

@@ -47,6 +47,8 @@ static FILES: &[SourceFile] = embed! {
     "attn/band.cuh"
     "attn/block_mask.cuh"
     "attn/consume_sm90a.cuh"
+    "attn/drop_tile.cuh"
+    "attn/dropout.cuh"
     "attn/exchange.cuh"
     "attn/exponent.cuh"
     "attn/forward.cuh"

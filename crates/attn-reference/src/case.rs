@@ -7,8 +7,8 @@
 use std::num::NonZero;
 
 use attn_core::{
-    Arrangement, BlockSizes, CacheLayout, DType, Error, KvStorage, PageOrder, Problem, ProblemSpec,
-    ValueStorage,
+    Arrangement, BlockSizes, CacheLayout, DType, Dropout, Error, KvStorage, PageOrder, Problem,
+    ProblemSpec, ValueStorage,
 };
 
 use crate::adversarial::Pattern;
@@ -28,6 +28,8 @@ pub enum Theme {
     Masks,
     /// Bias, ALiBi, soft-cap, sinks.
     Scores,
+    /// Dropout of weights.
+    Dropout,
     /// Paged and fp8 caches.
     Paged,
     /// Queries, keys and values in fp8.
@@ -286,6 +288,13 @@ impl Case {
     pub fn sinks_of(mut self, value: f32) -> Self {
         self.recipe.sink = Some(value);
         self.sinks()
+    }
+
+    /// Dropout at this rate; the recipe's seed gives seed and offset.
+    #[must_use]
+    pub fn dropout(mut self, p: f32) -> Self {
+        self.spec.dropout = Some(Dropout { p });
+        self
     }
 
     /// A boolean mask over these axes.

@@ -42,6 +42,8 @@ pub struct CaseData {
     q_scale: Option<ScaleTensor>,
     k_scale: Option<ScaleTensor>,
     v_scale: Option<ScaleTensor>,
+    /// Seed and offset.
+    dropout: Option<[u64; 2]>,
     expected: OnceLock<Result<Expected, Error>>,
     expected_gradients: OnceLock<Result<ExpectedGradients, Error>>,
 }
@@ -133,6 +135,10 @@ impl CaseData {
             q_scale: maker.q_scale,
             k_scale: maker.k_scale,
             v_scale: maker.v_scale,
+            // Both words of each are in use.
+            dropout: problem
+                .dropout()
+                .map(|_| [recipe.seed, recipe.seed.rotate_left(17) ^ 0x5851_F42D_4C95_7F2D]),
             expected: OnceLock::new(),
             expected_gradients: OnceLock::new(),
             problem,
@@ -183,6 +189,10 @@ impl CaseData {
             q_scale: self.q_scale.as_ref().map(|x| x.view("q_scale")).transpose()?,
             k_scale: self.k_scale.as_ref().map(|x| x.view("k_scale")).transpose()?,
             v_scale: self.v_scale.as_ref().map(|x| x.view("v_scale")).transpose()?,
+            dropout: match &self.dropout {
+                None => None,
+                Some(stream) => Some(View::contiguous("dropout", stream, &[2])?),
+            },
         })
     }
 

@@ -6,6 +6,7 @@
 //! Each is small: the whole corpus is computed, by the f64 reference and by an engine, in seconds.
 
 mod causal;
+mod dropout;
 mod empty;
 mod extreme;
 mod fp8;
@@ -34,6 +35,7 @@ pub fn corpus() -> Vec<Case> {
         (Theme::Gqa, "gqa", gqa::cases()),
         (Theme::Masks, "masks", masks::cases()),
         (Theme::Scores, "scores", scores::cases()),
+        (Theme::Dropout, "dropout", dropout::cases()),
         (Theme::Paged, "paged", paged::cases()),
         (Theme::Fp8, "fp8", fp8::cases()),
         (Theme::Layouts, "layouts", layouts::cases()),

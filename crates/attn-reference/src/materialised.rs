@@ -8,6 +8,9 @@
 //! the row, and the output to bf16. A normalised P would have no bits left in E4M3 once a row has some
 //! hundred keys, so no evaluation rounds one there: it would grant an error that no engine makes.
 //!
+//! Dropout makes rounded weights 0; what it multiplies the others by is left to the output, so that a P in fp8 stays in
+//! its range. A backward rounds the product.
+//!
 //! An error of one evaluation can be small by luck, above all on a case of a few elements, and twice
 //! nothing is nothing. So the baseline is the worst of several evaluations that all fit the definition
 //! and differ where engines differ ([`Evaluation`]); a fixed absolute allowance instead would
@@ -15,7 +18,7 @@
 
 mod backward;
 
-use attn_core::{DType, Error, Inputs, Mask, Problem, View};
+use attn_core::{DType, DropoutMask, Error, Inputs, Mask, Problem, View};
 
 pub use self::backward::backward;
 use crate::compare::largest_error;
@@ -233,7 +236,8 @@ pub fn forward_rows(
         for head in 0..heads {
             let this = Head::new(problem, inputs, sequence, head, evaluation)?;
             for &place in &places {
-                let row = this.row(&this.scores(rows[place].1));
+                let row = rows[place].1;
+                let row = this.row(row, &this.scores(row));
                 let at = place * heads + head;
                 result.lse[at] = f64::from(row.lse);
                 for (to, &from) in result.o[at * value_dim..][..value_dim].iter_mut().zip(&row.o) {
@@ -334,6 +338,9 @@ struct Head<'a> {
     bias: Option<View<'a, f32>>,
     slope: Option<f32>,
     sink: f32,
+    /// Sequence and query head, where weights are dropped by.
+    place: (usize, usize),
+    dropout: Option<DropoutMask>,
 }
 
 /// Scores of one row: before and after everything that follows the scale; -inf for hidden keys.
@@ -395,6 +402,8 @@ impl<'a> Head<'a> {
             bias: inputs.bias_of(problem, sequence, head)?,
             slope: of_head(&inputs.alibi),
             sink: of_head(&inputs.sinks).unwrap_or(f32::NEG_INFINITY),
+            place: (sequence, head),
+            dropout: inputs.dropout_of(problem),
         })
     }
 
@@ -427,7 +436,18 @@ impl<'a> Head<'a> {
         scores
     }
 
-    fn row(&self, scores: &Scores) -> Row {
+    /// Whether dropout leaves a weight.
+    fn keeps(&self, row: usize, key: usize) -> bool {
+        let (sequence, head) = self.place;
+        self.dropout.as_ref().is_none_or(|mask| mask.keeps(sequence, head, row, key))
+    }
+
+    /// What dropout multiplies the weights that it leaves by.
+    fn keep_factor(&self) -> f32 {
+        self.dropout.as_ref().map_or(1.0, DropoutMask::factor)
+    }
+
+    fn row(&self, row: usize, scores: &Scores) -> Row {
         let max = scores.value.iter().fold(self.sink, |max, &s| max.max(s));
         if max == f32::NEG_INFINITY && scores.value.iter().all(|&s| s == max) {
             let (weights, o) = (vec![0.0; self.kv_len], vec![0.0; self.value_dim]);
@@ -452,13 +472,18 @@ impl<'a> Head<'a> {
         for weight in &mut weights {
             *weight /= sum;
         }
-        let (factors, divisor) = match self.evaluation {
+        let (mut factors, divisor) = match self.evaluation {
             Evaluation::Reversed if !self.dtype.is_fp8() => (rounded(&weights, 1.0), 1.0),
             _ => (unnormalised, sum / unit),
         };
+        for (key, factor) in factors.iter_mut().enumerate() {
+            if !self.keeps(row, key) {
+                *factor = 0.0;
+            }
+        }
         let mut o = self.evaluation.combine(self.unit, &factors, &self.v, self.value_dim);
         for x in &mut o {
-            *x = self.out_dtype.round(*x / divisor);
+            *x = self.out_dtype.round(*x * self.keep_factor() / divisor);
         }
         let lse = match self.evaluation {
             Evaluation::Sequential | Evaluation::Reversed => max + sum.ln(),

@@ -12,7 +12,7 @@
 mod backward;
 mod cancellation;
 
-use attn_core::{Error, Inputs, Mask, Outputs, Problem, View};
+use attn_core::{DropoutMask, Error, Inputs, Mask, Outputs, Problem, View};
 
 pub use self::backward::{backward, backward_f64};
 pub(crate) use self::backward::{bias_place, check_d_o};
@@ -128,11 +128,12 @@ pub fn forward_rows(
         for head in 0..heads {
             let this = Head::new(problem, inputs, sequence, head)?;
             for &place in &places {
-                let softmax = this.softmax(&this.scores(rows[place].1));
+                let row = rows[place].1;
+                let softmax = this.softmax(&this.scores(row));
                 let at = place * heads + head;
                 result.lse[at] = softmax.lse;
                 let o = &mut result.o[at * value_dim..][..value_dim];
-                this.weighted_values(&softmax.weights, o);
+                this.weighted_values(&this.kept(row, &softmax.weights), o);
             }
         }
     }
@@ -208,6 +209,9 @@ struct Head<'a> {
     bias: Option<View<'a, f32>>,
     slope: Option<f64>,
     sink: Option<f64>,
+    /// Sequence and query head, where weights are dropped by.
+    place: (usize, usize),
+    dropout: Option<DropoutMask>,
 }
 
 /// The score of one key.
@@ -261,6 +265,8 @@ impl<'a> Head<'a> {
             bias: inputs.bias_of(problem, sequence, head)?,
             slope: of_head(&inputs.alibi),
             sink: of_head(&inputs.sinks),
+            place: (sequence, head),
+            dropout: inputs.dropout_of(problem),
         })
     }
 
@@ -320,6 +326,21 @@ impl<'a> Head<'a> {
         }
         sink_weight /= sum;
         Softmax { weights, sink_weight, lse: max + sum.ln() }
+    }
+
+    /// The factor of a weight: 1, or with dropout 0 or `1 / (1 - p)`.
+    fn keep(&self, row: usize, key: usize) -> f64 {
+        let (sequence, head) = self.place;
+        match &self.dropout {
+            None => 1.0,
+            Some(mask) if mask.keeps(sequence, head, row, key) => f64::from(mask.factor()),
+            Some(_) => 0.0,
+        }
+    }
+
+    /// A row's weights as they meet the values.
+    fn kept(&self, row: usize, weights: &[f64]) -> Vec<f64> {
+        weights.iter().enumerate().map(|(key, weight)| weight * self.keep(row, key)).collect()
     }
 
     /// `o = sum of weight * v`; keys without weight are not read.

@@ -6,7 +6,9 @@
 //!
 //! Source: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 1; splits as in "Flash-Decoding".
 
-use attn_core::{Error, Inputs, Mask, OnlineSoftmax, Outputs, Problem, Real, TileClass, View};
+use attn_core::{
+    DropoutMask, Error, Inputs, Mask, OnlineSoftmax, Outputs, Problem, Real, TileClass, View,
+};
 
 use crate::elements::{self, to_f32};
 use crate::naive::Reference;
@@ -107,7 +109,7 @@ fn walk<F: Scalar>(
                     let at = q_place(problem, sequence, row) * heads + head;
                     result.lse[at] = lse.to_f64();
                     for (to, from) in result.o[at * value_dim..].iter_mut().zip(o) {
-                        *to = from.to_f64();
+                        *to = from.times(this.keep_factor()).to_f64();
                     }
                 }
             }
@@ -131,6 +133,11 @@ struct Head<'a, F> {
     bias: Option<View<'a, f32>>,
     slope: Option<F>,
     sink: Option<F>,
+    /// Sequence and query head, where weights are dropped by.
+    place: (usize, usize),
+    dropout: Option<DropoutMask>,
+    /// The values of a dropped key: a weight of 0 and a value of 0 are the same sum.
+    dropped: Vec<F>,
 }
 
 impl<'a, F: Scalar> Head<'a, F> {
@@ -166,6 +173,9 @@ impl<'a, F: Scalar> Head<'a, F> {
             bias: inputs.bias_of(problem, sequence, head)?,
             slope: of_head(&inputs.alibi),
             sink: of_head(&inputs.sinks),
+            place: (sequence, head),
+            dropout: inputs.dropout_of(problem),
+            dropped: vec![F::ZERO; problem.value_dim()],
         })
     }
 
@@ -193,9 +203,8 @@ impl<'a, F: Scalar> Head<'a, F> {
                         }
                     };
                     let scores: Vec<F> = tile.clone().map(score).collect();
-                    state.push(&scores, |j| {
-                        &self.v[(tile.start + j) * self.value_dim..][..self.value_dim]
-                    });
+                    // The denominator has every key, dropped or not.
+                    state.push(&scores, |j| self.value(row, tile.start + j));
                 }
             }
             for (whole, state) in whole.iter_mut().zip(&states) {
@@ -208,6 +217,20 @@ impl<'a, F: Scalar> Head<'a, F> {
             }
         }
         whole
+    }
+
+    /// The value row that a weight meets.
+    fn value(&self, row: usize, key: usize) -> &[F] {
+        let (sequence, head) = self.place;
+        if self.dropout.as_ref().is_some_and(|mask| !mask.keeps(sequence, head, row, key)) {
+            return &self.dropped;
+        }
+        &self.v[key * self.value_dim..][..self.value_dim]
+    }
+
+    /// What dropout multiplies the weights that it leaves by.
+    fn keep_factor(&self) -> F {
+        F::from_f32(self.dropout.as_ref().map_or(1.0, DropoutMask::factor))
     }
 
     fn score(&self, row: usize, key: usize) -> F {

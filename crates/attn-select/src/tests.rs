@@ -2,9 +2,9 @@
 //! that do not exist.
 
 use attn_core::{
-    Arrangement, BlockSizes, Bytes, CacheLayout, CudaCaps, DType, DeviceCaps, DimRule, Engine,
-    Family, Feature, Features, HostCaps, KernelDesc, KvStorage, PageOrder, PageStrides, Pass,
-    Phase, Plan, Problem, ProblemSpec, Refusal, Split, Tile, ValueStorage,
+    Arrangement, BlockSizes, Bytes, CacheLayout, CudaCaps, DType, DeviceCaps, DimRule, Dropout,
+    Engine, Family, Feature, Features, HostCaps, KernelDesc, KvStorage, PageOrder, PageStrides,
+    Pass, Phase, Plan, Problem, ProblemSpec, Refusal, Split, Tile, ValueStorage,
 };
 use proptest::prelude::*;
 
@@ -409,6 +409,7 @@ fn asking_for(feature: Feature) -> Option<ProblemSpec> {
             let layout = CacheLayout::contiguous(DType::F16, PageOrder::Nhd, 16, 2, 64, value);
             s.kv = KvStorage::Paged(layout.expect("valid"));
         }
+        Feature::Dropout => s.dropout = Some(Dropout { p: 0.1 }),
         Feature::SinksGradient | Feature::BiasGradient => return None,
     }
     Some(s)

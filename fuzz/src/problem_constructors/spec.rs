@@ -1,7 +1,7 @@
 //! [`Problem::new`] on any specification.
 
 use arbitrary::Arbitrary;
-use attn_core::{Arrangement, BlockSizes, KvStorage, Options, Pass, Phase, Problem, ProblemSpec};
+use attn_core::{Arrangement, BlockSizes, Dropout, KvStorage, Options, Pass, Phase, Problem, ProblemSpec};
 
 use super::layout;
 use super::size::{Float, Size, dtype};
@@ -30,6 +30,7 @@ pub struct Input {
     causal: bool,
     window: (Option<Size>, Option<Size>),
     present: [bool; 4],
+    dropout: Option<Float>,
     block_mask: Option<(Size, Size)>,
     want: [bool; 2],
     num_splits: Option<Size>,
@@ -51,6 +52,7 @@ pub(super) fn check(input: &Input) {
     assert_eq!(problem.group() * problem.kv_heads(), problem.q_heads());
     assert!(problem.scale().is_finite());
     assert!(problem.softcap().is_none_or(|cap| cap > 0.0 && cap.is_finite()));
+    assert!(problem.dropout().is_none_or(|Dropout { p }| p > 0.0 && p < 1.0));
 
     let again = Problem::new(problem.spec().clone()).expect("accepted once");
     assert_eq!(again, problem);
@@ -114,6 +116,7 @@ impl Input {
         spec.window_left = self.window.0.map(Size::get);
         spec.window_right = self.window.1.map(Size::get);
         [spec.mask, spec.bias, spec.alibi, spec.sinks] = self.present;
+        spec.dropout = self.dropout.map(|p| Dropout { p: p.get() });
         spec.block_mask = self.block_mask.map(|(q, kv)| BlockSizes { q: q.get(), kv: kv.get() });
         [spec.want_dsinks, spec.want_dbias] = self.want;
         spec.options = Options {

@@ -7,6 +7,7 @@
 pub(super) mod backward;
 mod cache;
 mod cascade;
+mod dropout;
 mod forward;
 mod long;
 mod merge;
@@ -118,7 +119,7 @@ impl Judge<'_> {
 /// A group of checks that are no cases of the matrix.
 type Special = fn(&mut Judge<'_>, &mut Tallies);
 
-const SPECIALS: [(&str, Special); 8] = [
+const SPECIALS: [(&str, Special); 9] = [
     ("backward", backward::judge),
     ("long", long::judge),
     ("merge", merge::judge),
@@ -127,6 +128,7 @@ const SPECIALS: [(&str, Special); 8] = [
     ("modes", modes::judge),
     ("serving", serve),
     ("cascade", cascade::judge),
+    ("dropout", dropout::judge),
 ];
 
 /// Serving steps over pages on the device.

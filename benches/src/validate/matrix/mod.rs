@@ -6,6 +6,7 @@
 //! is, small and meant for every engine; here are the edges of this device's tiles, pages and splits.
 
 mod clusters;
+mod dropout;
 mod fp8;
 mod latent;
 mod small;
@@ -43,6 +44,10 @@ impl Runs {
     /// queries, and their refusals would be most of what is recorded.
     const FP8: Self = Self { chosen: true, naive: true, tiles: true, ..Self::NONE };
     const TILES: Self = Self { tiles: true, ..Self::NONE };
+    /// Ways to see which weights are dropped.
+    pub(super) const SETS: Self = Self { splits: FEW, ..Self::FP8 };
+    /// The same under a sanitizer.
+    pub(super) const SETS_SMALL: Self = Self { chosen: true, naive: true, ..Self::NONE };
     /// Those of the corpus.
     pub(super) const CORPUS: Self = Self { splits: MANY, ..Self::USUAL };
 }
@@ -98,6 +103,7 @@ pub(super) fn full() -> Vec<Group> {
         group("batches", Runs::USUAL, batches()),
         group("tiles", Runs::TILES, tiles()),
         group("fp8", Runs::FP8, fp8::fp8()),
+        group("dropout_cases", Runs::USUAL, dropout::dropout()),
         group("clusters", clusters::RUNS, clusters::clusters()),
         group("latent", latent::RUNS, latent::latent()),
     ]

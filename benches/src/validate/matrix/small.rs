@@ -52,6 +52,8 @@ fn prefill() -> Vec<Case> {
     cases.extend([
         Case::new("alone_paged", BF16, (2, 2), 64, &[33, 5], &[70, 40]).paged(Hnd, 16),
         base("padded", 0).padded(),
+        base("dropout", 0).causal().dropout(0.3),
+        base("dropout_window", 1).window(Some(9), None).dropout(0.3),
         base("aligned_gaps", 1).q_at(Placement::AlignedGaps).kv_at(Placement::AlignedGaps),
     ]);
     cases
@@ -72,6 +74,7 @@ fn decode() -> Vec<Case> {
         });
     }
     cases.extend([
+        base("dropout", 0).causal().dropout(0.3),
         Case::new("dim_128", BF16, (8, 1), 128, &[1, 16], &[257, 64]).paged(Hnd, 5).causal(),
         Case::new("dim_256", F16, (2, 1), 256, &[3], &[140]).causal(),
         Case::new("dim_192-128", BF16, (4, 4), 192, &[1], &[140]).value_dim(128),

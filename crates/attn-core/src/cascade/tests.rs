@@ -59,11 +59,12 @@ fn cascade_refuses_what_two_calls_do_not_compute() {
         let p = problem(&q, &[20, 20], |spec| edit(spec));
         Cascade::new(&p, &[shared(0..2, 8)], None).expect_err("refused").to_string()
     };
-    let cases: [(&Edit, &str); 7] = [
+    let cases: [(&Edit, &str); 8] = [
         (&|spec| spec.mask = true, "mask"),
         (&|spec| spec.block_mask = Some(crate::BlockSizes { q: 1, kv: 4 }), "mask"),
         (&|spec| spec.bias = true, "bias"),
         (&|spec| spec.alibi = true, "ALiBi"),
+        (&|spec| spec.dropout = Some(crate::Dropout { p: 0.1 }), "dropout"),
         (&|spec| spec.window_left = Some(18), "a window of 18 keys"),
         (&|spec| spec.q_arrangement = Arrangement::Padded, "padded"),
         (&|spec| spec.options.batch_invariant = true, "batch-invariant"),

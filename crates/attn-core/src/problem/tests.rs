@@ -106,7 +106,7 @@ fn empty_problems_are_problems() {
 fn equality_follows_every_field() {
     let base = Problem::new(spec()).expect("valid");
     assert_eq!(base, Problem::new(spec()).expect("valid"));
-    let edits: [fn(&mut ProblemSpec); 26] = [
+    let edits: [fn(&mut ProblemSpec); 27] = [
         |s| s.q_dtype = DType::F16,
         |s| s.causal = true,
         |s| s.window_left = Some(3),
@@ -133,6 +133,7 @@ fn equality_follows_every_field() {
         |s| s.options.deterministic = true,
         |s| s.options.batch_invariant = true,
         |s| s.options.phase = Some(Phase::Decode),
+        |s| s.dropout = Some(Dropout { p: 0.1 }),
     ];
     for (n, edit) in edits.iter().enumerate() {
         let mut s = spec();

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "attn/append.cuh"
+#include "attn/drop_tile.cuh"
 #include "attn/exchange.cuh"
 #include "attn/hide.cuh"
 #include "attn/merge.cuh"
@@ -66,6 +67,7 @@ __device__ void forward(const ForwardParams& p) {
   __shared__ KeyRows<IS_PAGED, size_of(KV_DTYPE)> keys;
 
   __shared__ i64 partial_first;  // partial_starts of the sequence
+  [[maybe_unused]] __shared__ Dropout dropout;
 
   const i32 thread = i32(threadIdx.x);
   if (thread < WARP) {
@@ -87,14 +89,20 @@ __device__ void forward(const ForwardParams& p) {
   if constexpr (HAS_PARTS && IS_PAGED && !IS_FP8) {
     if (p.k_new.data != nullptr && append_rows(p, unit, keys)) __syncthreads();
   }
+  // A kernel before this one may have written them.
+  if constexpr (HAS_DROPOUT) {
+    if (thread == 0) dropout = Dropout::of(p);
+  }
   const i32 team = thread / TEAM_THREADS;
   const i32 warp = thread % TEAM_THREADS / WARP;
   const u32 queries = tile::shared_address(memory);
   const u32 ring = queries + tile::Panels<BLOCK_M, HEAD_DIM>::BYTES + u32(team) * TEAM_BYTES;
   const float k_scale =
       IS_FP8 ? per_head(p.k_scale, unit.sequence.index, unit.kv_head, 1.0f) : 1.0f;
+  // Of the output: what is left of the weights is multiplied there, once.
   const float v_scale =
-      IS_FP8 ? per_head(p.v_scale, unit.sequence.index, unit.kv_head, 1.0f) : 1.0f;
+      (IS_FP8 ? per_head(p.v_scale, unit.sequence.index, unit.kv_head, 1.0f) : 1.0f) *
+      (HAS_DROPOUT ? p.keep_factor : 1.0f);
   // The plain instance's scale is positive, which the host sees to.
   const float scale = p.scale * k_scale;
   const Exponent exponent{IS_GENERAL ? Units{1.0f, LOG2E} : Units{scale, scale * LOG2E}};
@@ -181,6 +189,8 @@ __device__ void forward(const ForwardParams& p) {
       warp::hide_outside(s, p, unit, warp, first);
     }
     softmax.push(s, o, exponent);
+    // The denominator has every weight, dropped or not.
+    if constexpr (HAS_DROPOUT) warp::drop(s, dropout, p, unit, warp, first);
     warp::accumulate(o, s, tile + KTile::BYTES);
 
     first = visit(first, TEAMS);

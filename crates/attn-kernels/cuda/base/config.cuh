@@ -16,6 +16,9 @@
 #if !defined(ATTN_PAGED) || !defined(ATTN_GENERAL)
 #error "ATTN_PAGED and ATTN_GENERAL: expected 0 or 1"
 #endif
+#if !defined(ATTN_DROPOUT)
+#error "ATTN_DROPOUT: expected 0 or 1"
+#endif
 #if !defined(ATTN_ROW_TILES) || !defined(ATTN_TEAM_WARPS) || !defined(ATTN_TEAMS)
 #error "ATTN_ROW_TILES, ATTN_TEAM_WARPS and ATTN_TEAMS: expected the shape of a block"
 #endif
@@ -34,6 +37,8 @@ constexpr int VALUE_DIM = ATTN_VALUE_DIM;
 constexpr bool IS_PAGED = ATTN_PAGED;
 // Scores take options beyond the band: soft-cap, bias, ALiBi, masks, a scale that is not positive.
 constexpr bool IS_GENERAL = ATTN_GENERAL;
+// Weights are dropped.
+constexpr bool HAS_DROPOUT = ATTN_DROPOUT;
 
 // A team is the warps that share tiles of keys; its warps lie along the query rows. Teams of a
 // block hold the same query rows and take turns at the tiles of keys.

@@ -136,6 +136,11 @@ struct ForwardParams {
   // their pages first (attn/append.cuh); null where all keys are there.
   Rows k_new;
   Rows v_new;
+  // Dropout: one number each, read by the kernel; null without.
+  const u64* seed;
+  const u64* offset;
+  u32 drop_below;     // a weight whose random word is less is dropped (attn/dropout.cuh)
+  float keep_factor;  // of the others; 1 without dropout
 };
 
 // Bits of ForwardParams::flags.
@@ -199,7 +204,7 @@ struct CopyBlocksParams {
   i32 v_bytes;
 };
 
-static_assert(sizeof(ForwardParams) == 736 && sizeof(MergeStatesParams) == 208);
+static_assert(sizeof(ForwardParams) == 760 && sizeof(MergeStatesParams) == 208);
 static_assert(sizeof(AppendParams) == 288 && sizeof(CopyBlocksParams) == 104);
 
 }  // namespace attn

@@ -16,6 +16,7 @@
 // What it does not do: share work between rows, so its time is rows * keys * dimensions.
 
 #include "attn/band.cuh"
+#include "attn/dropout.cuh"
 #include "attn/locate.cuh"
 #include "attn/score.cuh"
 #include "base/kv_dtype.cuh"
@@ -129,7 +130,8 @@ __device__ void multiply_keys(const ForwardParams& p, const Row& r, Shared& shar
 
 // Turns the products of a chunk into weights under the maximum so far, which may rise.
 __device__ void weigh_keys(const ForwardParams& p, const Row& r, const ScoreRow& scores,
-                           Shared& shared, i32 first, i32 count, State& state) {
+                           const Dropout& dropout, Shared& shared, i32 first, i32 count,
+                           State& state) {
   const i32 key = threadIdx.x;
   const bool is_key = key < count;
   const float s = is_key ? score(p, scores, first + key, shared.weight[key]) : NEG_INF;
@@ -148,7 +150,10 @@ __device__ void weigh_keys(const ForwardParams& p, const Row& r, const ScoreRow&
   if (is_key) {
     const Place place = key_place(p, r.sequence, first + key);
     shared.value[key] = is_stored(place) ? row_offset(p.v, place, r.kv_head) : NOT_STORED;
-    shared.weight[key] = weight;
+    // The sum has every weight, dropped or not.
+    const bool is_kept = p.seed == nullptr ||
+                         dropout.keeps(r.sequence.index, r.head, r.row, first + key);
+    shared.weight[key] = is_kept ? weight : 0.0f;
   }
 }
 
@@ -190,7 +195,7 @@ __device__ void finish(const ForwardParams& p, const Row& r, Shared& shared, i32
   for (int i = 0; i < VALUES; ++i) {
     const i32 d = slab + static_cast<i32>(threadIdx.x) + i * THREADS;
     if (d < p.value_dim) {
-      write_o(p, r, d, is_empty ? 0.0f : state.o[i] * factor * v_scale / sum);
+      write_o(p, r, d, is_empty ? 0.0f : state.o[i] * factor * v_scale * p.keep_factor / sum);
     }
   }
   if (slab == 0) write_lse(p, r, is_empty ? NEG_INF : max + logf(sum));
@@ -210,6 +215,7 @@ __device__ void attend(const ForwardParams& p, const Row& r, Shared& shared) {
     shared.query[d] = Q::widen(r.q[d]);
   }
   __syncthreads();
+  const Dropout dropout = p.seed == nullptr ? Dropout{} : Dropout::of(p);
   // Scores are recomputed for each slab of value columns: dimensions past one slab are rare.
   for (i32 slab = 0; slab < p.value_dim; slab += SLAB) {
     State state = {NEG_INF, 0.0f, {}};
@@ -217,7 +223,7 @@ __device__ void attend(const ForwardParams& p, const Row& r, Shared& shared) {
       const i32 count = min_of(CHUNK, hi - first);
       multiply_keys(p, r, shared, first, count);
       __syncthreads();
-      weigh_keys(p, r, scores, shared, first, count, state);
+      weigh_keys(p, r, scores, dropout, shared, first, count, state);
       __syncthreads();
       add_values(p, r, shared, slab, count, state);
       __syncthreads();

@@ -321,11 +321,12 @@ impl<E: Widen> Call<'_, '_, E> {
             return Some(());
         }
         let state = layout.merge(self.simd, parts);
+        let keep = inputs.dropout_of(problem).map_or(1.0, |mask| mask.factor());
         layout.finish(self.simd, state, |row| {
             let kv_head = row / rows;
             let head = kv_head * problem.group() + row % rows % problem.group();
             let sink = inputs.sinks.as_ref().and_then(|sinks| sinks.get(&[head]));
-            (inputs.v_scale_of(sequence, kv_head), sink)
+            (inputs.v_scale_of(sequence, kv_head) * keep, sink)
         });
         let (o, lse) = layout.finished(parts);
         let heads = o.chunks_exact(rows * self.sizes.value_dim).zip(lse.chunks_exact(rows));

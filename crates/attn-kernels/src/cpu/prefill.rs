@@ -345,7 +345,7 @@ impl Call<'_, '_, '_> {
             b_stride: width,
         };
         self.simd.product(&product, Start::Zero, scores, width);
-        rules.apply(scores, width, rows, visit, s.rest);
+        rules.apply(scores, width, rows.clone(), visit, s.rest);
         let rescale = &mut s.rescale[..width];
         let state = ColumnState {
             max: &mut s.max[at..at + width],
@@ -353,6 +353,7 @@ impl Call<'_, '_, '_> {
             rescale,
         };
         self.simd.softmax_columns(scores, width, rules.exponent(), state);
+        rules.drop_columns(scores, width, rows, &visit.keys);
         let product = Product {
             rows: value_dim,
             cols: width,
@@ -387,7 +388,7 @@ impl Call<'_, '_, '_> {
                 s.sum[at + i] = total.lse;
                 let line = &mut staging[i * dim..(i + 1) * dim];
                 match total.factor {
-                    Some(factor) => self.simd.scale(line, factor),
+                    Some(factor) => self.simd.scale(line, factor * rules.keep_factor()),
                     None => line.fill(0.0),
                 }
             }

@@ -10,9 +10,9 @@
 
 use std::ops::Range;
 
-use attn_core::{Band, BlockMask, Error, Inputs, Mask, Problem, TileClass, View};
+use attn_core::{Band, BlockMask, DropoutMask, Error, Inputs, Mask, Problem, TileClass, View};
 
-use super::simd::{LANE_GROUP, Simd};
+use super::simd::{DropLanes, LANE_GROUP, Simd};
 use super::workspace::{carve, lines};
 
 /// The rules of one sequence and KV head.
@@ -35,6 +35,9 @@ pub(crate) struct ScoreRules<'a> {
     bias: Vec<View<'a, f32>>,
     /// One mask a head of the group, or none where the band is all.
     masks: Vec<Mask<'a>>,
+    /// Sequence and first query head, where weights are dropped by.
+    place: (usize, usize),
+    dropout: Option<DropoutMask>,
 }
 
 /// The part of a tile that is computed, and what must be hidden in it.
@@ -95,6 +98,8 @@ impl<'a> ScoreRules<'a> {
             slopes,
             bias,
             masks,
+            place: (sequence, kv_head * group),
+            dropout: inputs.dropout_of(problem),
         })
     }
 
@@ -221,6 +226,58 @@ impl<'a> ScoreRules<'a> {
             }
             simd.mask_outside(tile, first, end);
         }
+    }
+
+    /// Makes the weights that dropout takes 0, once the softmax has summed them.
+    ///
+    /// Shapes: as [`Self::apply`], for the keys of `keys`.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "a call with dropout has less than 2^32 of each"
+    )]
+    pub(crate) fn drop_columns(
+        &self,
+        tile: &mut [f32],
+        width: usize,
+        rows: Range<usize>,
+        keys: &Range<usize>,
+    ) {
+        let Some(mask) = &self.dropout else { return };
+        let (sequence, first_head) = self.place;
+        for first in (0..rows.len()).step_by(LANE_GROUP) {
+            let sequence = sequence as u32;
+            let mut lanes = DropLanes { sequence, heads: [0; LANE_GROUP], rows: [0; LANE_GROUP] };
+            for (lane, row) in (rows.start + first..rows.end).take(LANE_GROUP).enumerate() {
+                lanes.heads[lane] = (first_head + row % self.group) as u32;
+                lanes.rows[lane] = (row / self.group) as u32;
+            }
+            self.simd.drop_lanes(tile, width, first, keys.clone(), &lanes, mask);
+        }
+    }
+
+    /// The same for the weights of one flattened row, from key `first` on.
+    pub(crate) fn drop_row(&self, weights: &mut [f32], row: usize, first: usize) {
+        let Some(mask) = &self.dropout else { return };
+        let (sequence, head) = (self.place.0, self.place.1 + row % self.group);
+        let keys = first..first + weights.len();
+        for block in keys.start / 4..keys.end.div_ceil(4) {
+            let words = mask.words(sequence, head, row / self.group, block);
+            for (key, word) in (block * 4..).zip(words) {
+                if word < mask.threshold() && keys.contains(&key) {
+                    weights[key - first] = 0.0;
+                }
+            }
+        }
+    }
+
+    /// Whether weights are dropped.
+    pub(crate) fn drops(&self) -> bool {
+        self.dropout.is_some()
+    }
+
+    /// What the weights that are not dropped are multiplied by; 1 without dropout.
+    pub(crate) fn keep_factor(&self) -> f32 {
+        self.dropout.as_ref().map_or(1.0, DropoutMask::factor)
     }
 
     /// Positions that flattened rows touch.

@@ -62,6 +62,9 @@ pub struct Inputs<'a> {
     pub k_scale: Option<DeviceView<'a, f32>>,
     /// fp8 values only: value = stored * scale, a positive finite one.
     pub v_scale: Option<DeviceView<'a, f32>>,
+    /// Dropout only: seed and offset, read by the kernel, so that a captured graph drops by what lies there when it
+    /// is replayed. See [`attn_core::dropout`].
+    pub dropout: Option<DeviceView<'a, u64>>,
 }
 
 /// What a forward writes; padding rows too (0, and -inf for the LSE).
@@ -94,6 +97,7 @@ impl<'a> Inputs<'a> {
             q_scale: None,
             k_scale: None,
             v_scale: None,
+            dropout: None,
         }
     }
 
@@ -120,6 +124,7 @@ impl<'a> Inputs<'a> {
             q_scale: self.q_scale.as_ref().map(DeviceView::layout),
             k_scale: self.k_scale.as_ref().map(DeviceView::layout),
             v_scale: self.v_scale.as_ref().map(DeviceView::layout),
+            dropout: self.dropout.as_ref().map(DeviceView::layout),
         }
     }
 

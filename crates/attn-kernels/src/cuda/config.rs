@@ -124,6 +124,7 @@ struct Design {
     value_dim: usize,
     is_paged: bool,
     is_general: bool,
+    has_dropout: bool,
     tile: Tile,
     shape: Shape,
 }
@@ -140,10 +141,13 @@ impl Design {
             value_dim,
             is_paged: problem.cache_layout().is_some(),
             is_general,
+            has_dropout: problem.dropout().is_some(),
             tile,
             shape: match entry {
                 Entry::DecodeSm90a => Shape { row_tiles: 1, team_warps: 1, teams: 8, stages: 3 },
-                _ => shape(tile, head_dim.max(value_dim), is_general),
+                _ => {
+                    shape(tile, head_dim.max(value_dim), is_general || problem.dropout().is_some())
+                }
             },
         }
     }
@@ -200,6 +204,7 @@ impl Design {
                 ("value_dim", int(self.value_dim)),
                 ("paged", i64::from(self.is_paged)),
                 ("general", i64::from(self.is_general)),
+                ("dropout", i64::from(self.has_dropout)),
                 ("row_tiles", i64::from(row_tiles)),
                 ("team_warps", i64::from(team_warps)),
                 ("teams", i64::from(teams)),
@@ -256,8 +261,8 @@ pub(crate) fn padded(dim: usize) -> usize {
 /// Warps and stages for a tile. 32 rows a warp read a key's fragments from shared memory half as often as 16
 /// would, but their output rows take 32 * dim / 32 registers of a lane: 128 columns are the most, and options
 /// leave too few registers even then.
-const fn shape(tile: Tile, dim: usize, is_general: bool) -> Shape {
-    let is_wide = dim <= 128 && !is_general;
+const fn shape(tile: Tile, dim: usize, has_options: bool) -> Shape {
+    let is_wide = dim <= 128 && !has_options;
     match tile.q {
         128.. if is_wide => Shape { row_tiles: 2, team_warps: 4, teams: 1, stages: 2 },
         128.. => Shape { row_tiles: 1, team_warps: 8, teams: 1, stages: 2 },

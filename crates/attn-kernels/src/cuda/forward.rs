@@ -4,7 +4,7 @@
 //! [`template`]; a call adds addresses and strides, without an allocation. Broadcast axes become stride 0 and
 //! absent tensors null, so that kernels have one form of each.
 
-use attn_core::{Arrangement, KvStorage, Operand, PageStrides, Problem, Split, Strided};
+use attn_core::{Arrangement, Dropout, KvStorage, Operand, PageStrides, Problem, Split, Strided};
 use bytemuck::Pod;
 
 use super::call::{Inputs, KvTensors, Outputs};
@@ -99,6 +99,10 @@ pub(crate) fn template(problem: &Problem, pack: u32, split: Split) -> ForwardPar
         sequences: 0,
         k_new: none,
         v_new: none,
+        seed: 0,
+        offset: 0,
+        drop_below: problem.dropout().map_or(0, Dropout::threshold),
+        keep_factor: problem.dropout().map_or(1.0, Dropout::factor),
     }
 }
 
@@ -166,6 +170,10 @@ pub(crate) fn fill_inputs(
     params.q_scale = scale(inputs.q_scale.as_ref());
     params.k_scale = scale(inputs.k_scale.as_ref());
     params.v_scale = scale(inputs.v_scale.as_ref());
+    if let Some(stream) = &inputs.dropout {
+        params.seed = stream.address();
+        params.offset = stream.address().wrapping_add_signed(stream.layout().strides()[0] * 8);
+    }
     Ok(())
 }
 
@@ -320,6 +328,14 @@ mod tests {
         let open = template(&problem(|_| ()), 1, Split::Parts(0));
         assert_eq!((open.left, open.right, open.padded_rows, open.flags), (-1, -1, -1, 0));
         assert_eq!((open.split_keys, open.split_parts, open.softcap), (0, 1, 0.0));
+    }
+
+    #[test]
+    fn template_states_the_dropout() {
+        let p = template(&problem(|s| s.dropout = Some(Dropout { p: 0.5 })), 1, Split::Whole);
+        assert_eq!((p.drop_below, p.keep_factor, p.seed), (1 << 31, 2.0, 0));
+        let none = template(&problem(|s| s.dropout = Some(Dropout { p: 0.0 })), 1, Split::Whole);
+        assert_eq!((none.drop_below, none.keep_factor), (0, 1.0));
     }
 
     #[test]

@@ -148,6 +148,10 @@ pub(crate) struct ForwardParams {
     pub(crate) sequences: Address,
     pub(crate) k_new: Rows,
     pub(crate) v_new: Rows,
+    pub(crate) seed: Address,
+    pub(crate) offset: Address,
+    pub(crate) drop_below: u32,
+    pub(crate) keep_factor: f32,
 }
 
 /// The union of two attention states.
@@ -228,7 +232,7 @@ mod tests {
 
     #[test]
     fn params_have_the_sizes_that_the_device_asserts() {
-        assert_eq!(size_of::<ForwardParams>(), 736);
+        assert_eq!(size_of::<ForwardParams>(), 760);
         assert_eq!(size_of::<MergeStatesParams>(), 208);
         assert_eq!(size_of::<AppendParams>(), 288);
         assert_eq!(size_of::<CopyBlocksParams>(), 104);

@@ -4,10 +4,11 @@ use std::io::Write as _;
 use std::sync::Arc;
 use std::time::Instant;
 
-use attn_core::{DType, Plan, Problem, ProblemSpec, Split};
+use attn_core::{DType, Dropout, Plan, Problem, ProblemSpec, Split};
 use attn_kernels::Error;
 use attn_kernels::cuda::{
-    CudaEngine, CudaStream, DeviceBuffer, DeviceTensor, DeviceTensorMut, Inputs, Outputs, Workspace,
+    CudaEngine, CudaStream, DeviceBuffer, DeviceTensor, DeviceTensorMut, DeviceView, Inputs,
+    Outputs, Workspace,
 };
 
 use half::bf16;
@@ -24,6 +25,8 @@ struct Call {
     q: DeviceBuffer,
     kv: DeviceBuffer,
     o: DeviceBuffer,
+    /// Seed and offset of a call with dropout.
+    numbers: Option<DeviceBuffer>,
     rows: usize,
     keys: usize,
 }
@@ -60,6 +63,7 @@ impl Call {
             q: upload(rows),
             kv: upload(keys),
             o: DeviceBuffer::zeroed(stream, rows * HEADS * DIM * dtype.size()).expect("memory"),
+            numbers: None,
             rows,
             keys,
         }
@@ -72,14 +76,21 @@ impl Call {
         stream: &Arc<CudaStream>,
     ) -> Result<(), Error> {
         let (q, kv) = ([self.rows, HEADS, DIM], [self.keys, HEADS, DIM]);
-        let inputs = Inputs::dense(
+        let mut inputs = Inputs::dense(
             DeviceTensor::contiguous("q", &self.q, self.dtype, &q)?,
             DeviceTensor::contiguous("k", &self.kv, self.dtype, &kv)?,
             DeviceTensor::contiguous("v", &self.kv, self.dtype, &kv)?,
         );
+        if let Some(numbers) = &self.numbers {
+            inputs.dropout = Some(DeviceView::contiguous("dropout", numbers, &[2])?);
+        }
         let o = DeviceTensorMut::contiguous("o", &mut self.o, self.dtype, &q)?;
         let mut outputs = Outputs { o, lse: None };
         engine.forward(&self.plan, &inputs, &mut outputs, workspace, stream)
+    }
+
+    fn bytes(&self, stream: &CudaStream) -> Vec<u8> {
+        self.o.to_host(stream, self.rows * HEADS * DIM * self.dtype.size()).expect("a copy")
     }
 
     fn output(&self, stream: &CudaStream) -> Vec<f32> {
@@ -123,6 +134,38 @@ fn graph_replays_what_was_captured() {
     drop((call, other, workspace));
     graph.launch(&stream).expect("a replay");
     engine.synchronize(&stream).expect("no fault");
+}
+
+#[test]
+fn graph_drops_by_the_offset_of_its_replay() {
+    let Some(engine) = engine("graph_drops_by_the_offset_of_its_replay") else {
+        return;
+    };
+    let stream = engine.new_stream().expect("a stream");
+    for (kernel, dtype) in [("cuda_naive", DType::F32), ("cuda_prefill", DType::BF16)] {
+        let mut call = Call::of(&engine, &stream, (kernel, dtype), 40, 90);
+        let mut spec = call.plan.problem.spec().clone();
+        spec.dropout = Some(Dropout { p: 0.5 });
+        let problem = Problem::new(spec).expect("valid");
+        call.plan = plan(&engine, kernel, &problem, Split::Whole);
+        call.numbers = Some(DeviceBuffer::from_host(&stream, &[7u64, 0]).expect("memory"));
+        let mut workspace = Workspace::new();
+        call.run(&engine, &mut workspace, &stream).expect("a run");
+        let graph = engine.capture(&stream, || call.run(&engine, &mut workspace, &stream));
+        let graph = graph.expect("a graph");
+        let bits = |call: &Call| call.bytes(&stream);
+        let mut seen = Vec::new();
+        for offset in 0..3u64 {
+            let numbers = call.numbers.as_mut().expect("dropout");
+            numbers.copy_from_host(&stream, &[7, offset]).expect("a copy");
+            graph.launch(&stream).expect("a replay");
+            let replayed = bits(&call);
+            call.run(&engine, &mut workspace, &stream).expect("a run");
+            assert_eq!(replayed, bits(&call), "{kernel}, offset {offset}");
+            assert!(!seen.contains(&replayed), "{kernel}, offset {offset}");
+            seen.push(replayed);
+        }
+    }
 }
 
 #[test]

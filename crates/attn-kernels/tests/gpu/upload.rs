@@ -55,6 +55,7 @@ pub(crate) struct Uploaded {
     table: Option<(Typed, LayoutId)>,
     bytes: [Option<Typed>; 2],
     floats: [Option<Typed>; 6],
+    dropout: Option<Typed>,
 }
 
 impl Uploaded {
@@ -66,7 +67,9 @@ impl Uploaded {
                 (k_cache, v_cache, Some((table, stamp.clone())))
             }
         };
-        let Inputs { mask, block_mask, bias, alibi, sinks, q_scale, k_scale, v_scale, .. } = inputs;
+        let Inputs {
+            mask, block_mask, bias, alibi, sinks, q_scale, k_scale, v_scale, dropout, ..
+        } = inputs;
         let byte = |x: &Option<View<'_, u8>>| x.as_ref().map(|x| Typed::new(stream, x)).transpose();
         let float =
             |x: &Option<View<'_, f32>>| x.as_ref().map(|x| Typed::new(stream, x)).transpose();
@@ -84,6 +87,7 @@ impl Uploaded {
                 float(k_scale)?,
                 float(v_scale)?,
             ],
+            dropout: dropout.as_ref().map(|x| Typed::new(stream, x)).transpose()?,
         })
     }
 
@@ -112,6 +116,7 @@ impl Uploaded {
             q_scale: some(q_scale)?,
             k_scale: some(k_scale)?,
             v_scale: some(v_scale)?,
+            dropout: some(&self.dropout)?,
             ..cuda::Inputs::new(self.q.tensor()?, kv)
         })
     }

@@ -38,7 +38,7 @@ pub fn backward(
             let kv_head = head / problem.group();
             for (row, _) in evaluation.terms(l.q(sequence)) {
                 let scores = this.scores(row);
-                let mut result = this.row(&scores);
+                let mut result = this.row(row, &scores);
                 this.backward_weights(&scores, &mut result);
                 let d_o = &d_o[row * value_dim..][..value_dim];
                 let delta = evaluation.dot(this.unit, &result.o, d_o);
@@ -51,9 +51,10 @@ pub fn backward(
                     let p = result.weights[key];
                     let place = kv_place(problem, sequence, key) * kv_heads + kv_head;
                     let dv = &mut dv[place * value_dim..][..value_dim];
-                    add_scaled(dv, dtype.round(p), d_o);
+                    let keep = if this.keeps(row, key) { this.keep_factor() } else { 0.0 };
+                    add_scaled(dv, dtype.round(p * keep), d_o);
                     let v = &this.v[key * value_dim..][..value_dim];
-                    let dz = p * (evaluation.dot(this.unit, d_o, v) - delta);
+                    let dz = p * (keep * evaluation.dot(this.unit, d_o, v) - delta);
                     if let Some(bias) = &inputs.bias {
                         dbias[bias_place(bias.shape(), [sequence, head, row, key])] += dz;
                     }

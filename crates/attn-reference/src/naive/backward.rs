@@ -5,8 +5,8 @@
 //! used. The chain rule is written out step by step and verified by finite differences of the forward
 //! next door, rather than derived by some machinery that would need its own tests.
 //!
-//! With `z` the final score, `p = exp(z - lse)` and `delta = o . d_o`:
-//! `dv += p d_o`; `dz = p (d_o . v - delta)`; the bias takes `dz`; the soft-cap gives
+//! With `z` the final score, `p = exp(z - lse)`, `m` what dropout multiplies it by (1 without) and `delta = o . d_o`:
+//! `dv += m p d_o`; `dz = p (m d_o . v - delta)`; the bias takes `dz`; the soft-cap gives
 //! `ds = dz (1 - tanh(s / c)^2)`; `dq += scale ds k`; `dk += scale ds q`. A sink is a key with `v = 0`, so
 //! it takes `-p_sink delta`.
 
@@ -80,7 +80,8 @@ pub fn backward_f64(
                 let scores = this.scores(row);
                 let softmax = this.softmax(&scores);
                 let mut o = vec![0.0; value_dim];
-                this.weighted_values(&softmax.weights, &mut o);
+                let kept = this.kept(row, &softmax.weights);
+                this.weighted_values(&kept, &mut o);
                 let d_o = &d_o[row * value_dim..][..value_dim];
                 let delta = dot(&o, d_o);
                 if let Some(dsinks) = &mut out.dsinks {
@@ -93,8 +94,8 @@ pub fn backward_f64(
                     }
                     let p = softmax.weights[key];
                     let place = kv_place(problem, sequence, key) * kv_heads + kv_head;
-                    add_scaled(&mut out.dv[place * value_dim..][..value_dim], p, d_o);
-                    let dz = p * (dot(d_o, this.v(key)) - delta);
+                    add_scaled(&mut out.dv[place * value_dim..][..value_dim], kept[key], d_o);
+                    let dz = p * (this.keep(row, key) * dot(d_o, this.v(key)) - delta);
                     if let (Some(dbias), Some(bias)) = (&mut out.dbias, &inputs.bias) {
                         dbias[bias_place(bias.shape(), [sequence, head, row, key])] += dz;
                     }

@@ -29,7 +29,7 @@ fn corpus_has_unique_names_and_every_theme() {
     let names: HashSet<&str> = cases.iter().map(|case| case.name.as_str()).collect();
     assert_eq!(names.len(), cases.len());
     let themes: HashSet<Theme> = cases.iter().map(|case| case.theme).collect();
-    assert_eq!(themes.len(), 11);
+    assert_eq!(themes.len(), 12);
 }
 
 #[test]

@@ -5,7 +5,8 @@
 //! (Richardson), which leaves an error of the fourth order in a step of 1/256.
 
 use attn_core::{
-    Arrangement, BlockSizes, DType, Inputs, KvStorage, Pass, Problem, ProblemSpec, TensorView, View,
+    Arrangement, BlockSizes, DType, Dropout, Inputs, KvStorage, Pass, Problem, ProblemSpec,
+    TensorView, View,
 };
 use attn_reference::naive::{backward_f64, forward_f64};
 use attn_reference::random::Random;
@@ -23,6 +24,7 @@ struct Call {
     bias_shape: Vec<usize>,
     mask: Vec<u8>,
     blocks: Vec<u8>,
+    dropout: [u64; 2],
 }
 
 /// One of a call's tensors.
@@ -50,8 +52,8 @@ impl Call {
         }
         let mask = (0..12).map(|n| u8::from(n % 5 != 2)).collect();
         let blocks = vec![1, 0, 1, 1];
-        let bias_shape = bias_shape.to_vec();
-        Self { spec, q, k, v, d_o, sinks, alibi, bias, bias_shape, mask, blocks }
+        let (bias_shape, dropout) = (bias_shape.to_vec(), [3, 8]);
+        Self { spec, q, k, v, d_o, sinks, alibi, bias, bias_shape, mask, blocks, dropout }
     }
 
     fn problem(&self) -> Problem {
@@ -84,6 +86,9 @@ impl Call {
         }
         if problem.block_mask().is_some() {
             inputs.block_mask = Some(View::contiguous("blocks", &self.blocks, &[2, 2]).unwrap());
+        }
+        if problem.dropout().is_some() {
+            inputs.dropout = Some(View::contiguous("dropout", &self.dropout, &[2]).unwrap());
         }
         body(&problem, &inputs, &view(&self.d_o, &l.q_shape(q_at, &[4, 2])))
     }
@@ -188,6 +193,18 @@ fn gradients_match_differences_under_score_transforms() {
 }
 
 #[test]
+fn gradients_match_differences_under_dropout() {
+    for p in [0.2, 0.5, 0.8] {
+        Call::new(|s| s.dropout = Some(Dropout { p }), &[]).check(&format!("dropout of {p}"));
+    }
+    let edit = |s: &mut ProblemSpec| {
+        (s.causal, s.sinks, s.softcap) = (true, true, Some(0.9));
+        s.dropout = Some(Dropout { p: 0.4 });
+    };
+    Call::new(edit, &[]).check("dropout beside sinks");
+}
+
+#[test]
 fn gradients_match_differences_of_everything_at_once() {
     let edit = |s: &mut ProblemSpec| {
         (s.causal, s.mask, s.bias, s.alibi, s.sinks) = (true, true, true, true, true);
@@ -195,6 +212,7 @@ fn gradients_match_differences_of_everything_at_once() {
         s.scale = Some(0.8);
         s.window_left = Some(2);
         s.block_mask = Some(BlockSizes { q: 2, kv: 2 });
+        s.dropout = Some(Dropout { p: 0.3 });
     };
     Call::new(edit, &[2, 4, 3, 4]).check("packed");
     // Padding is part of the tensors here, and its gradients must be 0 as the differences are.

@@ -132,6 +132,7 @@ fn sum(
             }
             let tile = columns.tile(sizes, rows.clone(), 0);
             head.recompute(&block, &tile, &visit, &mut pair);
+            head.drop(&mut pair, visit.keys.len() * tile.width);
             head.uncap(&mut pair.ds[..visit.keys.len() * tile.width], pair.capped);
             let offset = visit.keys.start - task.keys.start;
             let by_query = |a, b, cols, b_stride| Product {

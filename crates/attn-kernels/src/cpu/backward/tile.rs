@@ -80,6 +80,8 @@ pub(super) struct Pair<'s> {
     pub(super) ds: &'s mut [f32],
     /// Scores after the soft-cap; empty without one.
     pub(super) capped: &'s mut [f32],
+    /// What dropout multiplies the weights by, 0 or a factor; empty without it.
+    keep: &'s mut [f32],
     /// For the score rules.
     rest: &'s mut [f32],
 }
@@ -213,8 +215,21 @@ impl<'c, 'a> Head<'c, 'a> {
         self.weight_gradients(block, tile, visit, pair);
         let count = visit.keys.len() * tile.width;
         let (p, ds) = (&mut pair.p[..count], &mut pair.ds[..count]);
+        if self.rules.drops() {
+            let keep = &mut pair.keep[..count];
+            keep.fill(self.rules.keep_factor());
+            self.rules.drop_columns(keep, tile.width, tile.rows.clone(), &visit.keys);
+            simd.multiply(ds, keep);
+        }
         simd.exp2_columns(p, tile.width, self.rules.exponent(), tile.shift);
         simd.softmax_gradient(ds, p, tile.delta);
+    }
+
+    /// Makes the first `count` weights of a recomputed tile those that met the values: with dropout some are 0.
+    pub(super) fn drop(&self, pair: &mut Pair<'_>, count: usize) {
+        if self.rules.drops() {
+            self.call.simd.multiply(&mut pair.p[..count], &pair.keep[..count]);
+        }
     }
 
     /// Writes the scores of a tile to `pair.p`, those that masks hide being -inf.
@@ -371,12 +386,14 @@ impl<'s> Pair<'s> {
             p: carve(rest, pairs),
             ds: carve(rest, pairs),
             capped: carve(rest, if problem.softcap().is_some() { pairs } else { 0 }),
+            keep: carve(rest, if problem.dropout().is_some() { pairs } else { 0 }),
             rest: carve(rest, ScoreRules::scratch_len(problem, TILE_KEYS, TILE_ROWS)),
         }
     }
 
     pub(super) fn scratch_len(problem: &Problem) -> usize {
-        let planes = if problem.softcap().is_some() { 3 } else { 2 };
+        let options = [problem.softcap().is_some(), problem.dropout().is_some()];
+        let planes = 2 + options.into_iter().filter(|&has| has).count();
         let rules = ScoreRules::scratch_len(problem, TILE_KEYS, TILE_ROWS);
         area([(planes * TILE_KEYS, TILE_ROWS), (1, rules)])
     }

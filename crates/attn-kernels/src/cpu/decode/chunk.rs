@@ -249,7 +249,13 @@ impl<E: Widen> Step<'_, '_, '_, E> {
             o: &mut state.o[of_heads.start * value_dim..of_heads.end * value_dim],
         };
         let exponent = self.of.rules[heads.start].exponent();
-        simd.softmax_rows(&mut s.scores[scores], width, exponent, softmax);
+        simd.softmax_rows(&mut s.scores[scores.clone()], width, exponent, softmax);
+        if self.of.rules[heads.start].drops() {
+            for (n, weights) in s.scores[scores].chunks_exact_mut(width).enumerate() {
+                let rules = &self.of.rules[heads.start + n / rows];
+                rules.drop_row(&mut weights[..self.tile.len()], n % rows, self.tile.start);
+            }
+        }
         let v = Scattered { starts: seen.as_ref().unwrap_or(v.starts), ..v };
         let pass = Pass { tile: v, all_heads, heads, ahead: next };
         simd.weigh_rows(s.scores, width, &pass, rows, state.o);

@@ -6,9 +6,9 @@
 use std::ops::Range;
 
 use attn_core::{
-    Arrangement, BlockSizes, Bytes, CacheLayout, DType, Element, Engine, ErrorRule, F8E4M3, F8E5M2,
-    Family, Inputs, KvStorage, KvView, Outputs, PageOrder, Plan, Problem, ProblemSpec, Split,
-    Strided, TensorView, TensorViewMut, Tile, ValueStorage, View, ViewMut,
+    Arrangement, BlockSizes, Bytes, CacheLayout, DType, Dropout, Element, Engine, ErrorRule,
+    F8E4M3, F8E5M2, Family, Inputs, KvStorage, KvView, Outputs, PageOrder, Plan, Problem,
+    ProblemSpec, Split, Strided, TensorView, TensorViewMut, Tile, ValueStorage, View, ViewMut,
 };
 use attn_reference::compare::judge;
 use attn_reference::random::Random;
@@ -93,6 +93,7 @@ struct Case {
     q_scale: Vec<f32>,
     k_scale: Vec<f32>,
     v_scale: Vec<f32>,
+    dropout: [u64; 2],
 }
 
 impl Case {
@@ -131,6 +132,7 @@ impl Case {
             q_scale: (0..batch * kv_heads).map(|_| 0.5 + random.normal().abs()).collect(),
             k_scale: (0..batch * kv_heads).map(|_| 0.5 + random.normal().abs()).collect(),
             v_scale: (0..batch * kv_heads).map(|_| 0.5 + random.normal().abs()).collect(),
+            dropout: [seed, seed << 40],
             problem,
         };
         case.k = case.keys(&mut random, case.problem.head_dim());
@@ -242,6 +244,7 @@ impl Case {
                 .kv_dtype()
                 .is_fp8()
                 .then(|| View::contiguous("v", &self.v_scale, &per_head).unwrap()),
+            dropout: p.dropout().map(|_| View::contiguous("d", &self.dropout, &[2]).unwrap()),
         }
     }
 
@@ -370,6 +373,22 @@ fn prefill_matches_reference_for_each_score_transform() {
         s.causal = true;
         s.window_left = Some(30);
     });
+}
+
+#[test]
+fn prefill_matches_reference_under_dropout() {
+    let dropout = |p| Some(Dropout { p });
+    for p in [0.1, 0.5, 0.99] {
+        check("dropout", DType::F32, |s| s.dropout = dropout(p));
+    }
+    check("dropout and masks", DType::F32, |s| {
+        (s.causal, s.window_left, s.mask, s.sinks) = (true, Some(9), true, true);
+        s.dropout = dropout(0.3);
+    });
+    check("dropout over a cache", DType::F16, |s| {
+        (s.kv_dtype, s.dropout) = (DType::F8E4M3, dropout(0.3));
+    });
+    check("dropout of fp8 weights", DType::F8E4M3, |s| s.dropout = dropout(0.3));
 }
 
 #[test]

@@ -23,6 +23,7 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod dropout;
 mod lanes;
 mod pointwise;
 mod portable;
@@ -36,6 +37,7 @@ mod tests;
 mod transpose;
 mod widen;
 
+pub(crate) use dropout::DropLanes;
 use lanes::Lanes;
 pub(crate) use product::{Order, Product, Start};
 pub(crate) use scattered::{

@@ -56,6 +56,8 @@ pub(crate) fn config(problem: &Problem, tile: Tile) -> Config {
             ("value_dim", int(VALUE_DIM)),
             ("paged", 1),
             ("general", i64::from(is_general(problem))),
+            // It refuses dropout.
+            ("dropout", 0),
             ("row_tiles", 1),
             ("team_warps", i64::from(CONSUMER_WARPS)),
             ("teams", i64::from(CONSUMERS)),

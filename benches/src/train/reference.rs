@@ -1,0 +1,61 @@
+//! Attention by the f64 reference, for the gradients that the others must match.
+//!
+//! The invariant: nothing but the last rounding to f32 is lost here.
+
+use attn_core::{Pass, Problem};
+use attn_reference::naive;
+
+use super::TrainError;
+use super::attention::{Attention, Data, DataGradients, Memory, Shape, rows};
+
+/// The reference as a layer's attention; it keeps nothing.
+#[derive(Debug)]
+pub(super) struct Reference {
+    forward: Problem,
+    backward: Problem,
+}
+
+impl Reference {
+    pub(super) fn new(shape: &Shape) -> Result<Self, TrainError> {
+        let (forward, backward) = (shape.problem(Pass::Forward)?, shape.problem(Pass::Backward)?);
+        Ok(Self { forward, backward })
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "the rounding to f32 is meant")]
+fn write(to: &mut [f32], from: &[f64]) {
+    for (to, from) in to.iter_mut().zip(from) {
+        *to = *from as f32;
+    }
+}
+
+impl Attention for Reference {
+    fn name(&self) -> &'static str {
+        "reference"
+    }
+
+    fn forward(&mut self, data: &Data<'_>, o: &mut [f32]) -> Result<(), TrainError> {
+        write(o, &naive::forward_f64(&self.forward, &data.inputs(&self.forward)?)?.o);
+        Ok(())
+    }
+
+    fn backward(
+        &mut self,
+        data: &Data<'_>,
+        _: &[f32],
+        d_o: &[f32],
+        gradients: DataGradients<'_>,
+    ) -> Result<(), TrainError> {
+        let problem = &self.backward;
+        let d_o = rows("do", d_o, problem.q_heads(), problem)?;
+        let got = naive::backward_f64(problem, &data.inputs(problem)?, &d_o)?;
+        write(gradients.dq, &got.dq);
+        write(gradients.dk, &got.dk);
+        write(gradients.dv, &got.dv);
+        Ok(())
+    }
+
+    fn memory(&self) -> Memory {
+        Memory::default()
+    }
+}
