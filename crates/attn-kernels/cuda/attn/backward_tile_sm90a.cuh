@@ -96,7 +96,8 @@ __device__ inline KeyTile key_tile(const BackwardParams& p) {
 
   tile.lo = 0;
   tile.hi = 0;
-  if (tile.first < sequence.kv_len) {
+  // Without query heads nothing sees them.
+  if (call.q_heads > 0 && tile.first < sequence.kv_len) {
     const i32 last = min_of(tile.first + BLOCK_N, sequence.kv_len) - 1;
     const i32 top = tile.rows_of(tile.first).lo;
     const i32 end = tile.rows_of(last).hi;
