@@ -341,6 +341,9 @@ fn edges(is_small: bool) -> Vec<Case> {
 
 #[cfg(test)]
 mod tests {
+    use attn_core::DType::F32;
+    use attn_core::{Bytes, Pass, ProblemSpec, Tile};
+
     use super::super::forward::tests::hopper;
     use super::*;
 
@@ -363,6 +366,41 @@ mod tests {
         assert_eq!(tiles.len(), 6, "{tiles:?}");
         // Each takes seconds of a processor to compile.
         assert!(instances.len() < 150, "{} instances", instances.len());
+    }
+
+    #[test]
+    fn selection_takes_the_tiled_kernel_and_says_in_which_order() {
+        let selection = hopper();
+        let plan = |edit: &dyn Fn(&mut ProblemSpec)| {
+            let mut spec = ProblemSpec::new(BF16, 8, 2, 128, &[300], &[300]);
+            spec.pass = Pass::Backward;
+            edit(&mut spec);
+            let problem = Problem::new(spec).unwrap();
+            attn_select::choose(&problem, &selection.caps, selection.catalogue).unwrap()
+        };
+        let free = plan(&|_| ());
+        assert_eq!((free.kernel, free.tile), ("cuda_backward", Tile { q: 64, kv: 128 }));
+        assert!(free.reason.contains("whatever order"), "{}", free.reason);
+        // Two sums of a row and one of dQ, three numbers and a turn; nothing by the keys.
+        assert_eq!(free.workspace, Bytes(8 * 384 * (128 * 4 + 12) + 8 * 24 * 4 + 16));
+        for edit in [
+            &(|s: &mut ProblemSpec| s.options.deterministic = true) as &dyn Fn(&mut ProblemSpec),
+            &|s| s.options.batch_invariant = true,
+        ] {
+            let ordered = plan(edit);
+            assert_eq!(ordered.kernel, "cuda_backward");
+            assert!(ordered.reason.contains("fixed order"), "{}", ordered.reason);
+        }
+        let wide = plan(&|s| (s.head_dim, s.value_dim) = (256, 256));
+        assert_eq!((wide.kernel, wide.tile), ("cuda_backward", Tile { q: 64, kv: 64 }));
+        for edit in [
+            &(|s: &mut ProblemSpec| (s.q_dtype, s.kv_dtype) = (F32, F32))
+                as &dyn Fn(&mut ProblemSpec),
+            &|s| s.head_dim = 100,
+            &|s| s.value_dim = 264,
+        ] {
+            assert_eq!(plan(edit).kernel, NAIVE);
+        }
     }
 
     #[test]

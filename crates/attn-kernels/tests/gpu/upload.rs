@@ -123,29 +123,134 @@ pub(crate) struct UploadedOutputs {
     lse: Option<Typed>,
 }
 
+impl Tensor {
+    /// A tensor that is to be written, filled as the host's is.
+    fn written(stream: &CudaStream, view: &TensorViewMut<'_>) -> Result<Self, Error> {
+        let buffer =
+            dispatch_view_mut!(view, v => DeviceBuffer::from_host(stream, v.as_view().data()))?;
+        Ok(Self { buffer, dtype: view.dtype(), layout: view.layout().clone() })
+    }
+
+    fn tensor_mut(&mut self) -> Result<DeviceTensorMut<'_>, Error> {
+        DeviceTensorMut::new("tensor", &mut self.buffer, self.dtype, self.layout.clone())
+    }
+
+    fn download(&self, stream: &Arc<CudaStream>, to: &mut TensorViewMut<'_>) -> Result<(), Error> {
+        match to {
+            TensorViewMut::F32(to) => copy_back(stream, &self.buffer, to),
+            TensorViewMut::F16(to) => copy_back(stream, &self.buffer, to),
+            TensorViewMut::BF16(to) => copy_back(stream, &self.buffer, to),
+        }
+    }
+}
+
+impl Typed {
+    fn view_mut(&mut self) -> Result<DeviceViewMut<'_, f32>, Error> {
+        DeviceViewMut::new("view", &mut self.buffer, self.layout.clone())
+    }
+}
+
+/// What a backward reads beside its inputs, on the device.
+pub(crate) struct UploadedResults {
+    o: Tensor,
+    lse: Typed,
+    d_o: Tensor,
+}
+
+impl UploadedResults {
+    pub(crate) fn new(
+        stream: &Arc<CudaStream>,
+        results: &attn_core::ForwardResults<'_>,
+    ) -> Result<Self, Error> {
+        let (o, d_o) = (Tensor::new(stream, &results.o)?, Tensor::new(stream, &results.d_o)?);
+        Ok(Self { o, lse: Typed::new(stream, &results.lse)?, d_o })
+    }
+
+    pub(crate) fn results(&self) -> Result<cuda::ForwardResults<'_>, Error> {
+        let (o, lse, d_o) = (self.o.tensor()?, self.lse.view()?, self.d_o.tensor()?);
+        Ok(cuda::ForwardResults { o, lse, d_o })
+    }
+}
+
+/// Gradients on the device, filled as the host's are.
+pub(crate) struct UploadedGradients {
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dsinks: Option<Typed>,
+    dbias: Option<Typed>,
+}
+
+impl UploadedGradients {
+    pub(crate) fn new(
+        stream: &Arc<CudaStream>,
+        gradients: &attn_core::Gradients<'_>,
+    ) -> Result<Self, Error> {
+        let view = |view: &Option<ViewMut<'_, f32>>| {
+            view.as_ref().map(|view| Typed::new(stream, &view.as_view())).transpose()
+        };
+        Ok(Self {
+            dq: Tensor::written(stream, &gradients.dq)?,
+            dk: Tensor::written(stream, &gradients.dk)?,
+            dv: Tensor::written(stream, &gradients.dv)?,
+            dsinks: view(&gradients.dsinks)?,
+            dbias: view(&gradients.dbias)?,
+        })
+    }
+
+    pub(crate) fn gradients(&mut self) -> Result<cuda::Gradients<'_>, Error> {
+        Ok(cuda::Gradients {
+            dq: self.dq.tensor_mut()?,
+            dk: self.dk.tensor_mut()?,
+            dv: self.dv.tensor_mut()?,
+            dsinks: self.dsinks.as_mut().map(Typed::view_mut).transpose()?,
+            dbias: self.dbias.as_mut().map(Typed::view_mut).transpose()?,
+        })
+    }
+
+    /// The bytes of all of them.
+    pub(crate) fn bits(&self, stream: &Arc<CudaStream>) -> Result<Vec<u8>, Error> {
+        let mut all = Vec::new();
+        let views = [&self.dsinks, &self.dbias].into_iter().flatten().map(|view| &view.buffer);
+        let tensors = [&self.dq, &self.dk, &self.dv].map(|tensor| &tensor.buffer);
+        for buffer in tensors.into_iter().chain(views) {
+            all.extend(buffer.to_host::<u8>(stream, buffer.bytes())?);
+        }
+        Ok(all)
+    }
+
+    /// Copies the gradients into the host's, and checks that nothing between them was written.
+    pub(crate) fn download(
+        &self,
+        stream: &Arc<CudaStream>,
+        gradients: &mut attn_core::Gradients<'_>,
+    ) -> Result<(), Error> {
+        self.dq.download(stream, &mut gradients.dq)?;
+        self.dk.download(stream, &mut gradients.dk)?;
+        self.dv.download(stream, &mut gradients.dv)?;
+        for (own, to) in
+            [(&self.dsinks, &mut gradients.dsinks), (&self.dbias, &mut gradients.dbias)]
+        {
+            if let (Some(own), Some(to)) = (own, to) {
+                copy_back(stream, &own.buffer, to)?;
+            }
+        }
+        Ok(())
+    }
+}
+
 impl UploadedOutputs {
     pub(crate) fn new(
         stream: &Arc<CudaStream>,
         outputs: &attn_core::Outputs<'_>,
     ) -> Result<Self, Error> {
-        let (dtype, layout) = (outputs.o.dtype(), outputs.o.layout().clone());
-        let buffer = dispatch_view_mut!(
-            &outputs.o,
-            v => DeviceBuffer::from_host(stream, v.as_view().data())
-        )?;
         let lse = outputs.lse.as_ref().map(|lse| Typed::new(stream, &lse.as_view())).transpose()?;
-        Ok(Self { o: Tensor { buffer, dtype, layout }, lse })
+        Ok(Self { o: Tensor::written(stream, &outputs.o)?, lse })
     }
 
     pub(crate) fn outputs(&mut self) -> Result<cuda::Outputs<'_>, Error> {
-        let Tensor { buffer, dtype, layout } = &mut self.o;
-        let lse = match &mut self.lse {
-            None => None,
-            Some(Typed { buffer, layout }) => {
-                Some(DeviceViewMut::new("lse", buffer, layout.clone())?)
-            }
-        };
-        Ok(cuda::Outputs { o: DeviceTensorMut::new("o", buffer, *dtype, layout.clone())?, lse })
+        let lse = self.lse.as_mut().map(Typed::view_mut).transpose()?;
+        Ok(cuda::Outputs { o: self.o.tensor_mut()?, lse })
     }
 
     /// Copies the results into the host's outputs, and checks that nothing between them was written.
@@ -154,11 +259,7 @@ impl UploadedOutputs {
         stream: &Arc<CudaStream>,
         outputs: &mut attn_core::Outputs<'_>,
     ) -> Result<(), Error> {
-        match &mut outputs.o {
-            TensorViewMut::F32(o) => copy_back(stream, &self.o.buffer, o)?,
-            TensorViewMut::F16(o) => copy_back(stream, &self.o.buffer, o)?,
-            TensorViewMut::BF16(o) => copy_back(stream, &self.o.buffer, o)?,
-        }
+        self.o.download(stream, &mut outputs.o)?;
         if let (Some(lse), Some(own)) = (&mut outputs.lse, &self.lse) {
             copy_back(stream, &own.buffer, lse)?;
         }
