@@ -1,5 +1,6 @@
 //! Gradients against the reference, their bits, and graphs of them.
 
+use std::io::Write as _;
 use std::sync::Arc;
 
 use attn_core::{DType, ForwardResults, Gradients, Inputs, Pass, Problem, ProblemSpec, Split};
@@ -9,7 +10,7 @@ use attn_reference::case::Hiding;
 use attn_reference::{Case, CaseData, corpus, judge_backward};
 
 use crate::upload::{Uploaded, UploadedGradients, UploadedResults};
-use crate::{engine, plan};
+use crate::{engine, is_hopper, plan};
 
 /// What a workspace holds before a run: NaN.
 const POISON: u8 = 0xFF;
@@ -101,11 +102,31 @@ fn tiled_gradients_match_the_reference_in_any_order() {
     }
 }
 
-/// Unequal sequences under a window with sinks and a bias that all rows share.
+#[test]
+fn hopper_gradients_match_the_reference_in_any_order() {
+    let name = "hopper_gradients_match_the_reference_in_any_order";
+    let Some(engine) = engine(name) else {
+        return;
+    };
+    if !is_hopper(&engine) {
+        let _ = writeln!(std::io::stderr(), "{name}: skipped: the device is no Hopper");
+        return;
+    }
+    for is_ordered in [false, true] {
+        assert!(judge(&engine, "cuda_backward_sm90a", is_ordered) > 0);
+    }
+}
+
+/// Unequal sequences under a window with sinks.
+fn windowed(dim: usize) -> Case {
+    Case::new("gradients", DType::BF16, (4, 2), dim, &[300, 0, 70], &[400, 5, 700])
+        .window(Some(200), Some(0))
+        .sinks()
+}
+
+/// The same with a bias that all rows share.
 fn mixed() -> CaseData {
-    let case = Case::new("gradients", DType::BF16, (4, 2), 64, &[300, 0, 70], &[400, 5, 700]);
-    let case = case.window(Some(200), Some(0)).sinks().bias("h1k", Hiding::Some);
-    case.build().expect("a valid case")
+    windowed(64).bias("h1k", Hiding::Some).build().expect("a valid case")
 }
 
 #[test]
@@ -113,12 +134,21 @@ fn gradients_in_order_have_the_same_bits_each_time() {
     let Some(engine) = engine("gradients_in_order_have_the_same_bits_each_time") else {
         return;
     };
+    repeat(&engine, "cuda_backward", &mixed());
+    if is_hopper(&engine) {
+        for dim in [64, 128, 256] {
+            repeat(&engine, "cuda_backward_sm90a", &windowed(dim).build().expect("a valid case"));
+        }
+    }
+}
+
+/// Runs a call in order again and again.
+fn repeat(engine: &CudaEngine, kernel: &str, case: &CaseData) {
     let stream = engine.new_stream().expect("a stream");
-    let case = mixed();
     let problem = ordered(case.backward_problem().expect("dense"), true);
-    let plan = plan(&engine, "cuda_backward", &problem, Split::Whole);
+    let plan = plan(engine, kernel, &problem, Split::Whole);
     let mut seen: Option<Vec<u8>> = None;
-    let verdict = judge_backward(&case, |_, inputs, results, mut gradients| {
+    let verdict = judge_backward(case, |_, inputs, results, mut gradients| {
         let inputs = Uploaded::new(&stream, inputs)?;
         let results = UploadedResults::new(&stream, results)?;
         let mut there = UploadedGradients::new(&stream, &gradients)?;

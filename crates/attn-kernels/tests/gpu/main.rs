@@ -87,6 +87,7 @@ fn catalogue_has_the_family_of_each_tested_kernel() {
         ("cuda_decode_sm90a", Family::Decode),
         ("cuda_latent_sm90a", Family::Decode),
         ("cuda_backward", Family::Backward),
+        ("cuda_backward_sm90a", Family::Backward),
         ("cuda_backward_naive", Family::Backward),
     ] {
         assert!(catalog().iter().any(|desc| desc.name == name && desc.family == family), "{name}");
