@@ -259,7 +259,7 @@ const CUDA_BACKWARD: KernelDesc = KernelDesc {
     name: "cuda_backward",
     family: Family::Backward,
     kv_dtypes: &[DType::F16, DType::BF16],
-    features: BACKWARD.without(Feature::Dropout),
+    features: BACKWARD,
     tiles: crate::cuda::backward::config::tiles,
     shared_memory: crate::cuda::backward::config::smem,
     workspace: crate::cuda::backward::workspace,

@@ -17,6 +17,7 @@
 #include "attn/backward_score.cuh"
 #include "attn/backward_stage.cuh"
 #include "attn/backward_unit.cuh"
+#include "attn/dropout.cuh"
 #include "attn/turns.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/half.cuh"
@@ -148,9 +149,32 @@ __device__ inline void store_pairs(const Operands& operands, const WarpPlace& at
   }
 }
 
+// Bit 2 j + e: dropout keeps the lane's pair of row e of its two of octet j of two, and of its key
+// of an octet of keys that starts at `key`, a multiple of four. `row`: the first one of octet 0.
+//
+// A call of the generator makes the words of four keys of a row; of the four lanes that hold these
+// keys and the same four rows each draws for one row.
+__device__ inline u32 draw(const Dropout& dropout, const BackwardUnit& unit, i32 head, i32 row,
+                           i32 key) {
+  const u32 lane = threadIdx.x % WARP;
+  const u32 own = lane / 4 % 4;
+  const Words words = dropout.words(unit.sequence.index, head, row + i32(own / 2 * 8 + own % 2),
+                                    key / 4 + i32(lane / 16));
+  u32 drawn = 0;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) drawn |= u32(dropout.keeps(words.word[n])) << n;
+  u32 kept = 0;
+#pragma unroll
+  for (u32 n = 0; n < 4; ++n) {
+    kept |= (__shfl_sync(~0u, drawn, (lane & ~12u) | n << 2) >> own & 1) << n;
+  }
+  return kept;
+}
+
 // Weights and gradients of the warp's pairs of a tile, rounded to the call's type.
 __device__ inline void weigh(const BackwardParams& p, const BackwardUnit& unit,
-                             const BackwardTile& tile, const WarpPlace& at, const Products& s,
+                             const BackwardTile& tile, const WarpPlace& at,
+                             const Dropout& dropout, const Products& s,
                              const Products& d_p, const float* numbers, Operands& weights,
                              Operands& d_s) {
   const float factor = p.call.scale * LOG2E;
@@ -158,6 +182,14 @@ __device__ inline void weigh(const BackwardParams& p, const BackwardUnit& unit,
   const int own = at.rows + at.lane % 4 * 2;
 #pragma unroll
   for (int step = 0; step < ROW_OCTETS / 2; ++step) {
+    u32 kept[2] = {~0u, ~0u};
+    if (IS_GENERAL && p.call.seed != nullptr) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        kept[half] = draw(dropout, unit, tile.head, tile.first + own + step * 16,
+                          unit.first + at.keys + half * 8);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       // As the products' elements become those of an operand: keys and that plus 8, then rows.
@@ -174,8 +206,9 @@ __device__ inline void weigh(const BackwardParams& p, const BackwardUnit& unit,
         const float d = d_p[j][half * 2 + e];
         const i32 row = tile.first + own + j * 8 + e;
         if constexpr (IS_GENERAL) {
+          const float share = kept[half] >> (i / 2 * 2 + e) & 1 ? p.call.keep_factor : 0.0f;
           pair[e] = general_pair(p, unit, tile.head, row, key + half * 8, score, d, row_lse2,
-                                 row_delta);
+                                 row_delta, share);
         } else {
           pair[e] = plain_pair(score, d, row_lse2, row_delta, factor);
           if (tile.is_edge && !is_in_band(unit, row, key + half * 8)) pair[e] = {};
@@ -274,6 +307,7 @@ __device__ inline void backward_tiles(const BackwardParams& p) {
   using namespace backward;
   extern __shared__ __align__(128) u8 memory[];
   __shared__ BackwardUnit unit;
+  __shared__ Dropout dropout;
   const int thread = threadIdx.x;
   ptx::griddepcontrol_wait<__CUDA_ARCH__>();
   ptx::griddepcontrol_launch_dependents<__CUDA_ARCH__>();
@@ -281,7 +315,10 @@ __device__ inline void backward_tiles(const BackwardParams& p) {
     u32 block = thread == 0 ? take_ticket(p) : 0;
     block = __shfl_sync(0xFFFFFFFFu, block, 0);
     const BackwardUnit own = backward_unit_of<BLOCK_M, BLOCK_N>(p, block);
-    if (thread == 0) unit = own;
+    if (thread == 0) {
+      unit = own;
+      if (IS_GENERAL && p.call.seed != nullptr) dropout = Dropout::of(p.call);
+    }
   }
   __syncthreads();
   const u32 base = tile::shared_address(memory);
@@ -357,7 +394,7 @@ __device__ inline void backward_tiles(const BackwardParams& p) {
       multiply_rows<VALUE_DIM>(d_p, at, base + V_AT, here + Stage::D_O);
       multiply_rows<HEAD_DIM>(s, at, base, here);
       const u8* numbers = memory + STAGES_AT + stage * Stage::BYTES + Stage::LSE2;
-      weigh(p, unit, tile, at, s, d_p, reinterpret_cast<const float*>(numbers), weights, d_s);
+      weigh(p, unit, tile, at, dropout, s, d_p, reinterpret_cast<const float*>(numbers), weights, d_s);
     }
     store_pairs(d_s, at, base + D_S_AT);
     if constexpr (SHARERS == 1) {

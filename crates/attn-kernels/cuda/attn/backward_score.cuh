@@ -26,7 +26,7 @@ struct BackwardTile {
 
 // What is made of one pair.
 struct PairGradient {
-  float weight;  // P
+  float weight;  // P, after dropout
   float d_s;     // the gradient of scale * q.k
 };
 
@@ -58,10 +58,11 @@ __device__ inline PairGradient plain_pair(float s, float d_p, float lse2, float 
   return {weight, weight * (d_p - delta)};
 }
 
-// A pair with every option; lse2 is natural (NATURAL).
+// A pair with every option; lse2 is natural (NATURAL). `kept`: what dropout multiplies the weight by
+// on its way to the output.
 __device__ inline PairGradient general_pair(const BackwardParams& p, const BackwardUnit& unit,
                                             i32 head, i32 row, i32 key, float s, float d_p,
-                                            float lse, float delta) {
+                                            float lse, float delta, float kept) {
   const ForwardParams& call = p.call;
   const i32 sequence = unit.sequence.index;
   if (!is_in_band(unit, row, key) || !is_pair_kept(call, sequence, head, row, key)) return {};
@@ -78,11 +79,11 @@ __device__ inline PairGradient general_pair(const BackwardParams& p, const Backw
   score -= slope * static_cast<float>(own < key ? key - own : own - key);
   // Only the difference is of a size that exponents have.
   const float weight = ptx::ex2_approx_ftz_f32((score - lse) * LOG2E);
-  const float d_z = weight * (d_p - delta);
+  const float d_z = weight * __fmaf_rn(kept, d_p, -delta);
   if (p.dbias.data != nullptr && !(p.flags & BIAS_LAST)) {
     ptx::red_global_add_f32(bias_cell(p.dbias, sequence, head, row, key), d_z);
   }
-  return {weight, d_z * gain};
+  return {weight * kept, d_z * gain};
 }
 
 // What a block mask says of a tile: whether it keeps any pair.

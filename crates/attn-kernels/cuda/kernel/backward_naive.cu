@@ -20,6 +20,7 @@
 
 #include "attn/backward_rows.cuh"
 #include "attn/band.cuh"
+#include "attn/dropout.cuh"
 #include "attn/locate.cuh"
 #include "attn/score.cuh"
 #include "base/backward_params.cuh"
@@ -83,6 +84,13 @@ __device__ Score score_of(const ForwardParams& p, const Sequence& s, i32 head, i
   return {value, 1.0f - t * t};
 }
 
+// What dropout multiplies the weight of a pair by on its way to the output.
+__device__ float kept_of(const ForwardParams& p, const Dropout& dropout, const Sequence& s,
+                         i32 head, i32 row, i32 key) {
+  if (p.seed == nullptr) return 1.0f;
+  return dropout.keeps(s.index, head, row, key) ? p.keep_factor : 0.0f;
+}
+
 __device__ i64 number_at(const BackwardParams& p, const Sequence& s, i32 row, i32 head) {
   return head * p.padded_rows + first_padded_row(p, s.index) + row;
 }
@@ -132,7 +140,7 @@ __device__ void multiply(Shared& shared, i32 count, const Pair& pair) {
   __syncthreads();
 }
 
-__device__ void rows(const BackwardParams& p, i64 unit, Shared& shared) {
+__device__ void rows(const BackwardParams& p, const Dropout& dropout, i64 unit, Shared& shared) {
   const ForwardParams& call = p.call;
   const i64 written = unit / call.q_heads;
   const i32 head = i32(unit - written * call.q_heads);
@@ -165,7 +173,7 @@ __device__ void rows(const BackwardParams& p, i64 unit, Shared& shared) {
     float gradient = 0.0f;
     if (n < count) {
       score = score_of(call, s, head, row, first + n, shared.weight[n]).value;
-      gradient = shared.d_s[n];
+      gradient = shared.d_s[n] * kept_of(call, dropout, s, head, row, first + n);
     }
     const float top = fmaxf(max, tile::block::max<THREADS>(score, shared.scratch));
     if (top != max) {
@@ -214,7 +222,8 @@ __device__ void rows(const BackwardParams& p, i64 unit, Shared& shared) {
         const Score score = score_of(call, s, head, row, first + n, shared.weight[n]);
         if (score.value != NEG_INF) {
           const float weight = relative(score.value, shift) * factor;
-          d_s = weight * (shared.d_s[n] - delta) * score.gain;
+          const float kept = kept_of(call, dropout, s, head, row, first + n);
+          d_s = weight * (kept * shared.d_s[n] - delta) * score.gain;
         }
       }
       __syncthreads();
@@ -250,8 +259,8 @@ __device__ void rows_of(const Band& band, i32 key, i32& lo, i32& hi) {
 
 // One slab of columns of dK or dV of a key.
 template <bool IS_VALUE>
-__device__ void key_slab(const BackwardParams& p, const Sequence& s, i32 key, i32 kv_head, i32 slab,
-                         Shared& shared) {
+__device__ void key_slab(const BackwardParams& p, const Dropout& dropout, const Sequence& s,
+                         i32 key, i32 kv_head, i32 slab, Shared& shared) {
   const ForwardParams& call = p.call;
   const bool is_key = key < s.kv_len;
   i32 lo = 0;
@@ -278,8 +287,10 @@ __device__ void key_slab(const BackwardParams& p, const Sequence& s, i32 key, i3
         const Score score = score_of(call, s, head, first + n, key, shared.weight[n]);
         if (score.value != NEG_INF) {
           const i64 at = number_at(p, s, first + n, head);
+          const float kept = kept_of(call, dropout, s, head, first + n, key);
           share = weight_of(p, score.value, at);
-          if (!IS_VALUE) share *= (shared.d_s[n] - p.delta[at]) * score.gain * call.scale;
+          share *= IS_VALUE ? kept
+                            : (kept * shared.d_s[n] - p.delta[at]) * score.gain * call.scale;
         }
       }
       __syncthreads();
@@ -306,7 +317,7 @@ __device__ void key_slab(const BackwardParams& p, const Sequence& s, i32 key, i3
   }
 }
 
-__device__ void keys(const BackwardParams& p, i64 unit, Shared& shared) {
+__device__ void keys(const BackwardParams& p, const Dropout& dropout, i64 unit, Shared& shared) {
   const ForwardParams& call = p.call;
   const i32 kv_heads = p.kv_heads;
   const i64 written = unit / kv_heads;
@@ -314,15 +325,15 @@ __device__ void keys(const BackwardParams& p, i64 unit, Shared& shared) {
   i32 key;
   const Sequence s = sequence_of(p, call.kv_starts, p.written_keys, written, key);
   for (i32 slab = 0; slab < call.head_dim; slab += SLAB) {
-    key_slab<false>(p, s, key, kv_head, slab, shared);
+    key_slab<false>(p, dropout, s, key, kv_head, slab, shared);
   }
   for (i32 slab = 0; slab < call.value_dim; slab += SLAB) {
-    key_slab<true>(p, s, key, kv_head, slab, shared);
+    key_slab<true>(p, dropout, s, key, kv_head, slab, shared);
   }
 }
 
 // The pairs that one cell of the bias was added to, a lane each.
-__device__ void bias(const BackwardParams& p, i64 cell) {
+__device__ void bias(const BackwardParams& p, const Dropout& dropout, i64 cell) {
   const ForwardParams& call = p.call;
   const i32* extents = p.bias_extents;
   i64 rest = cell;
@@ -354,7 +365,8 @@ __device__ void bias(const BackwardParams& p, i64 cell) {
           const Score score = score_of(call, s, head, row, key, qk);
           if (score.value == NEG_INF) continue;
           const float dov = product(d_o, key_row(call.v, s, key, kv_head), call.value_dim, 0, 1);
-          sum = __fmaf_rn(weight_of(p, score.value, at), dov - p.delta[at], sum);
+          const float kept = kept_of(call, dropout, s, head, row, key);
+          sum = __fmaf_rn(weight_of(p, score.value, at), kept * dov - p.delta[at], sum);
         }
       }
       if (has_heads) break;
@@ -395,15 +407,16 @@ extern "C" __global__ void __launch_bounds__(backward_naive::THREADS)
                                                 : call.q_starts[call.batch];
   const i64 keys_before = p.written_keys >= 0 ? i64(call.batch) * p.written_keys
                                               : call.kv_starts[call.batch];
+  const Dropout dropout = call.seed == nullptr ? Dropout{} : Dropout::of(call);
   switch (p.phase) {
     case ROWS:
       for (i64 unit = blockIdx.x; unit < rows_before * call.q_heads; unit += gridDim.x) {
-        rows(p, unit, shared);
+        rows(p, dropout, unit, shared);
       }
       break;
     case KEYS: {
       const i64 units = keys_before * p.kv_heads;
-      for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x) keys(p, unit, shared);
+      for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x) keys(p, dropout, unit, shared);
       break;
     }
     case BIAS: {
@@ -412,7 +425,7 @@ extern "C" __global__ void __launch_bounds__(backward_naive::THREADS)
       constexpr int WARPS = THREADS / WARP;
       for (i64 cell = i64(blockIdx.x) * WARPS + threadIdx.x / WARP; cell < cells;
            cell += i64(gridDim.x) * WARPS) {
-        bias(p, cell);
+        bias(p, dropout, cell);
       }
       break;
     }

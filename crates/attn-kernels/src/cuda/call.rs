@@ -145,6 +145,7 @@ impl<'a> Inputs<'a> {
             .chain(table)
             .chain(masks)
             .chain(floats)
+            .chain(self.dropout.as_ref().map(DeviceView::memory))
     }
 }
 

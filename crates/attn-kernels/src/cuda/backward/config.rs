@@ -113,6 +113,7 @@ pub(crate) fn is_general(problem: &Problem) -> bool {
         || problem.has_bias()
         || problem.has_mask()
         || problem.block_mask().is_some()
+        || problem.dropout().is_some()
 }
 
 /// The main instance of a backward plan.
