@@ -504,13 +504,8 @@ macro_rules! impl_kernel_params {
     };
 }
 
-impl_kernel_params!(
-    ForwardParams,
-    BackwardParams,
-    MergeStatesParams,
-    AppendParams,
-    CopyBlocksParams
-);
+impl_kernel_params!(ForwardParams, BackwardParams, MergeStatesParams);
+impl_kernel_params!(AppendParams, CopyBlocksParams);
 
 /// Most tensor maps of one kernel.
 const MAX_MAPS: usize = 4;

@@ -334,7 +334,7 @@ fn edges(is_small: bool) -> Vec<Case> {
         new("wide_long", (1, 1), 256, &[300], &[400]).causal(),
     ]);
     for pattern in Pattern::ALL.into_iter().filter(|pattern| *pattern != Pattern::Normal) {
-        cases.push(base(&format!("{}", pattern.name())).pattern(pattern).causal());
+        cases.push(base(pattern.name()).pattern(pattern).causal());
     }
     cases
 }
