@@ -362,8 +362,9 @@ mod tests {
             }
         }
         assert!(planned > 400, "{planned}");
-        // Of the portable kernel 64x128, 32x128, 64x64, 32x64 and 32x32; of the naive one its own.
-        assert_eq!(tiles.len(), 6, "{tiles:?}");
+        // Of the portable kernel 64x128, 32x128, 64x64, 32x64 and 32x32; of the Hopper one 64x128, 128x128 and 64x64; of the
+        // naive one its own.
+        assert_eq!(tiles.len(), 9, "{tiles:?}");
         // Each takes seconds of a processor to compile.
         assert!(instances.len() < 150, "{} instances", instances.len());
     }
@@ -379,7 +380,7 @@ mod tests {
             attn_select::choose(&problem, &selection.caps, selection.catalogue).unwrap()
         };
         let free = plan(&|_| ());
-        assert_eq!((free.kernel, free.tile), ("cuda_backward", Tile { q: 64, kv: 128 }));
+        assert_eq!((free.kernel, free.tile), (HOPPER, Tile { q: 64, kv: 128 }));
         assert!(free.reason.contains("whatever order"), "{}", free.reason);
         // Two sums of a row and one of dQ, three numbers and a turn; nothing by the keys.
         assert_eq!(free.workspace, Bytes(8 * 384 * (128 * 4 + 12) + 8 * 24 * 4 + 16));
@@ -388,11 +389,18 @@ mod tests {
             &|s| s.options.batch_invariant = true,
         ] {
             let ordered = plan(edit);
-            assert_eq!(ordered.kernel, "cuda_backward");
+            assert_eq!(ordered.kernel, HOPPER);
             assert!(ordered.reason.contains("fixed order"), "{}", ordered.reason);
         }
         let wide = plan(&|s| (s.head_dim, s.value_dim) = (256, 256));
-        assert_eq!((wide.kernel, wide.tile), ("cuda_backward", Tile { q: 64, kv: 64 }));
+        assert_eq!((wide.kernel, wide.tile), (HOPPER, Tile { q: 64, kv: 64 }));
+        for edit in [
+            &(|s: &mut ProblemSpec| s.alibi = true) as &dyn Fn(&mut ProblemSpec),
+            &|s| s.mask = true,
+            &|s| s.bias = true,
+        ] {
+            assert_eq!(plan(edit).kernel, "cuda_backward");
+        }
         for edit in [
             &(|s: &mut ProblemSpec| (s.q_dtype, s.kv_dtype) = (F32, F32))
                 as &dyn Fn(&mut ProblemSpec),
