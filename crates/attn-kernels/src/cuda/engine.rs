@@ -18,10 +18,10 @@ use super::capture::Captures;
 use super::event::Event;
 use super::lengths::{Division, Lengths, Table};
 use super::maps;
-use super::order::{COUNTER_BYTES, Order};
+use super::order::{COUNTER_BYTES, Cut, Order};
 use super::params::{self, Divisor};
-use super::workspace::{Key, Prepared, Ready, Workspace};
-use super::{cluster, config, forward};
+use super::workspace::{Join, Key, Prepared, Ready, Workspace};
+use super::{cluster, config, forward, lengths};
 use crate::catalog::catalog;
 use crate::error::Error;
 use crate::launch::{self, Allocation, DeviceBuffer, Graph, Launch, check_context, failed};
@@ -256,7 +256,10 @@ impl CudaEngine {
         let (division, split) = match config.spec.entry() {
             // A block of these walks all keys of its rows, so that any split comes to the same.
             Entry::Naive => (Division::Rows, Split::Whole),
-            Entry::PrefillSm90a => (Division::Ordered { tile, pack }, Split::Whole),
+            Entry::PrefillSm90a => {
+                let split = plan.split;
+                (Division::Ordered { tile, pack, split }, split)
+            }
             Entry::Prefill => (Division::Tiles { tile, pack, split: Split::Whole }, Split::Whole),
             _ if is_growing => {
                 let parts = plan.split.parts(plan.problem.lengths().longest_kv());
@@ -269,7 +272,9 @@ impl CudaEngine {
         let partial_bytes = lengths.partial_bytes(problem.value_dim())?;
         let function = self.modules.function(&config.spec, config.dynamic_smem)?;
         let is_persistent = config.spec.entry() == Entry::PrefillSm90a;
-        let order = is_persistent.then(|| Order::new(problem, &lengths, tile, pack));
+        let order = is_persistent.then(|| Order::new(problem, &lengths, Cut { tile, pack, split }));
+        let has_join = is_persistent && lengths.partial_rows > 0;
+        let join = has_join.then(|| self.join(problem, split)).transpose()?;
         let entries = order.as_ref().map_or(&[][..], |order| &order.entries);
         let prefixes = lengths.upload();
         let prefixes: &[u8] = bytemuck::cast_slice(&prefixes);
@@ -333,12 +338,24 @@ impl CudaEngine {
             cluster,
             dynamic_smem: config.dynamic_smem,
             overlaps: config.spec.entry() != Entry::Naive && self.overlaps()?,
+            join,
             map_tile: is_persistent.then_some(config.tile),
             params,
             partial_outputs: outputs,
             used: 0,
         };
         Ok(Built { prepared, partials, counters, tables, keys: lengths.offset(Table::Keys) })
+    }
+
+    /// The launch that joins the parts of a problem's keys: a block for each row and head.
+    fn join(&self, problem: &Problem, split: Split) -> Result<Join, Error> {
+        let batch = 0..problem.lengths().batch();
+        let parts = batch.clone().map(|sequence| lengths::parts(problem, split, sequence)).max();
+        let rows = batch.map(|sequence| lengths::written_rows(problem, sequence)).sum::<usize>();
+        let blocks = params::as_i32("rows and heads", rows.saturating_mul(problem.q_heads()))?;
+        let function = self.modules.function(&config::merge_parts_spec(problem.out_dtype()), 0)?;
+        let threads = config::merge_parts_threads(parts.unwrap_or(0));
+        Ok(Join { function, threads, blocks: blocks.unsigned_abs() })
     }
 
     /// Whether device and driver let launches overlap, in captured graphs too.
@@ -447,7 +464,9 @@ pub(crate) fn launch_forward(
     params.counter = counters.map_or(0, |counters| counters.address());
     let own = [Some(&prepared.lengths), counters, partials];
     let memory = || inputs.memory().chain(outputs.memory());
-    Captures::shared().hold([&prepared.function].into_iter(), own.into_iter().flatten(), memory());
+    let join = prepared.join.as_ref();
+    let functions = [&prepared.function].into_iter().chain(join.map(|join| &join.function));
+    Captures::shared().hold(functions, own.into_iter().flatten(), memory());
     let forward = Launch {
         cluster: prepared.cluster,
         dynamic_smem: prepared.dynamic_smem,
@@ -458,7 +477,14 @@ pub(crate) fn launch_forward(
         None => forward.run(stream, &params, &[]),
         Some(tile) => forward.run(stream, &params, &maps::forward(caches, problem, inputs, tile)?),
     }
-    .map_err(|error| with_shape(error, problem))
+    .map_err(|error| with_shape(error, problem))?;
+    let Some(join) = join else {
+        return Ok(());
+    };
+    let launch = Launch::new(&join.function, join.blocks, join.threads);
+    Launch { overlaps: prepared.overlaps, ..launch }
+        .run(stream, &params, &[])
+        .map_err(|error| with_shape(error, problem))
 }
 
 /// The kernel instances that runs of a plan launch, for a store to have them ready
@@ -467,7 +493,10 @@ pub(crate) fn launch_forward(
 /// # Errors
 /// [`Error::Plan`] for a plan of another engine or pass.
 pub fn instances(plan: &Plan) -> Result<Vec<KernelSpec>, Error> {
-    Ok(vec![config::forward(plan)?.spec])
+    let spec = config::forward(plan)?.spec;
+    let join =
+        (spec.get("parts") == Some(1)).then(|| config::merge_parts_spec(plan.problem.out_dtype()));
+    Ok([spec].into_iter().chain(join).collect())
 }
 
 /// A failed launch with the shape that it was for.
