@@ -34,8 +34,10 @@ impl Instance {
         let has_hopper_twin = spec.entry() == Entry::Prefill
             && spec.get("paged") == Some(1)
             && spec.get("kv_dtype") == spec.get("dtype");
-        spec.entry().compiles_for(arch)
-            && !(has_hopper_twin && Entry::PrefillSm90a.compiles_for(arch))
+        let is_hopper = Entry::PrefillSm90a.compiles_for(arch);
+        // Of the portable kernels the block that ends last joins the parts.
+        let is_wanted = spec.entry() != Entry::MergeParts || is_hopper;
+        spec.entry().compiles_for(arch) && is_wanted && !(has_hopper_twin && is_hopper)
     }
 }
 
@@ -50,6 +52,7 @@ struct Kind {
     is_general: bool,
     is_capped: bool,
     is_packed: bool,
+    has_parts: bool,
     is_latent: bool,
     has_dropout: bool,
     tile: Tile,
@@ -84,6 +87,7 @@ impl Kind {
             is_general: false,
             is_capped: false,
             is_packed: false,
+            has_parts: false,
             is_latent: false,
             has_dropout: false,
             tile: ROWS_128,
@@ -129,7 +133,7 @@ impl Kind {
             spec.kv = KvStorage::Paged(layout.ok()?);
         }
         let problem = Problem::new(spec).ok()?;
-        Some(config::instance(self.entry, &problem, self.tile))
+        Some(config::instance(self.entry, &problem, self.tile, self.has_parts))
     }
 }
 
@@ -180,11 +184,17 @@ fn forward_kinds() -> Vec<Kind> {
         kinds.push(Kind { is_capped: true, ..hopper });
     }
     kinds.push(Kind { is_paged: true, ..Kind::hopper(BF16, (64, 64), ROWS_128_LONG) });
-    // Short prompts of grouped heads.
+    // Short prompts of grouped heads, and their few rows over long caches.
     for is_paged in [false, true] {
-        let hopper = Kind::hopper(BF16, (128, 128), ROWS_128_LONG);
-        kinds.push(Kind { is_packed: true, is_paged, ..hopper });
+        for has_parts in [false, true] {
+            let hopper = Kind::hopper(BF16, (128, 128), ROWS_128_LONG);
+            kinds.push(Kind { is_packed: true, is_paged, has_parts, ..hopper });
+        }
     }
+    let hopper = Kind::hopper(F16, (128, 128), ROWS_128_LONG);
+    kinds.push(Kind { is_packed: true, is_paged: true, has_parts: true, ..hopper });
+    let hopper = Kind::hopper(BF16, (64, 64), ROWS_128_LONG);
+    kinds.push(Kind { is_packed: true, is_paged: true, has_parts: true, ..hopper });
     kinds.push(Kind { is_packed: true, ..Kind::hopper(BF16, (64, 64), ROWS_128_LONG) });
     for (dim, tile) in [(64, ROWS_192), (128, ROWS_192_FP8), (256, ROWS_128_FP8)] {
         kinds.push(Kind::hopper(E4M3, (dim, dim), tile));
@@ -268,8 +278,9 @@ fn helpers() -> impl Iterator<Item = Instance> {
     let naive = naive.map(|(q, kv)| (config::naive_spec(q, kv), config::NAIVE_THREADS));
     let appends =
         appends.map(|(q, cache)| (config::append_kv_spec(q, cache), config::HELPER_THREADS));
+    let parts = [F16, BF16].map(config::merge_parts_spec);
     let states = [DType::F32, F16, BF16].map(config::merge_states_spec);
-    let others = states.into_iter().chain([config::copy_blocks_spec()]);
+    let others = parts.into_iter().chain(states).chain([config::copy_blocks_spec()]);
     let others = others.map(|spec| (spec, config::HELPER_THREADS));
     let rows = [BF16, F16].into_iter().flat_map(|dtype| {
         [backward::prepare_spec(dtype), backward::finish_spec(dtype)]

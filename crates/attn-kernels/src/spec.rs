@@ -26,6 +26,8 @@ pub enum Entry {
     DecodeSm90a,
     /// Few query rows over a cache of latent rows, each of them key and value, on Hopper.
     LatentSm90a,
+    /// Joins the parts that a launch before left of its rows.
+    MergeParts,
     /// Merges pairs of output and log-sum-exp.
     MergeStates,
     /// Scatters new keys and values into pages.
@@ -46,13 +48,14 @@ pub enum Entry {
 
 impl Entry {
     /// Every entry.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::Naive,
         Self::Prefill,
         Self::PrefillSm90a,
         Self::Decode,
         Self::DecodeSm90a,
         Self::LatentSm90a,
+        Self::MergeParts,
         Self::MergeStates,
         Self::AppendKv,
         Self::CopyBlocks,
@@ -73,6 +76,7 @@ impl Entry {
             Self::Decode => "decode",
             Self::DecodeSm90a => "decode_sm90a",
             Self::LatentSm90a => "latent_sm90a",
+            Self::MergeParts => "merge_parts",
             Self::MergeStates => "merge_states",
             Self::AppendKv => "append_kv",
             Self::CopyBlocks => "copy_blocks",
@@ -94,6 +98,7 @@ impl Entry {
             Self::Decode => "attn_decode",
             Self::DecodeSm90a => "attn_decode_sm90a",
             Self::LatentSm90a => "attn_latent_sm90a",
+            Self::MergeParts => "attn_merge_parts",
             Self::MergeStates => "attn_merge_states",
             Self::AppendKv => "attn_append_kv",
             Self::CopyBlocks => "attn_copy_blocks",
@@ -125,6 +130,7 @@ impl Entry {
             Self::Decode => "kernel/decode.cu",
             Self::DecodeSm90a => "kernel/decode_sm90a.cu",
             Self::LatentSm90a => "kernel/latent_sm90a.cu",
+            Self::MergeParts => "kernel/merge_parts.cu",
             Self::MergeStates => "kernel/merge_states.cu",
             Self::AppendKv => "kernel/append_kv.cu",
             Self::CopyBlocks => "kernel/copy_blocks.cu",

@@ -190,13 +190,19 @@ struct Consumer : Softmax {
 
   // Writes a unit's rows and gives it back: the last but one that was handed out, if only as the
   // end. By now the next unit's scales may be in place.
-  __device__ void finish(const Unit& unit, const Ends& ends) {
+  __device__ void finish(const Handed& handed, const Ends& ends) {
+    const Unit& unit = handed.unit;
     const Exponent own = config::IS_FP8 ? exponent_of(score_scale(p, unit)) : exponent;
     float factor[2];
-    finish_rows(p, unit, flat_row(unit), own, ends, factor);
+    const PartialRows partial = handed.partials_of(unit);
+    finish_rows(p, unit, partial, flat_row(unit), own, ends, factor);
     const u32 warp = (threadIdx.x - u32(config::WARPGROUP)) / WARP;
-    write_rows(p, unit, unit.first + i32(warp * WARP_ROWS), factor,
-               block.panels + warp * PANEL_BYTES, output);
+    if (config::HAS_PARTS && partial.are_used) {
+      write_part(p, unit, partial, flat_row(unit), factor, output);
+    } else {
+      write_rows(p, unit, unit.first + i32(warp * WARP_ROWS), factor,
+                 block.panels + warp * PANEL_BYTES, output);
+    }
     has_output = false;
     ptx::mbarrier_arrive(block.handed_empty_of(order - 2));
   }
@@ -223,7 +229,8 @@ struct Consumer : Softmax {
     const i32 top = row_of(p, unit, flat).position;
     const i32 last = row_of(p, unit, flat + config::CONSUMER_ROWS - 1).position;
     const i32 bottom = min_of(last, unit.bottom);
-    seen = {one_of_warp(unit.band.lo(bottom)),
+    const i32 lo = unit.band.lo(bottom);
+    seen = {one_of_warp(config::HAS_PARTS ? max_of(lo, unit.keys.lo) : lo),
             one_of_warp(min_of(unit.band.hi(top), unit.keys.hi))};
     const i32 end = one_of_warp(unit.band.hi(bottom));
     if (end > met(handed, 0) || tiles_of(handed) < 2) return 0;
@@ -304,20 +311,20 @@ struct Consumer : Softmax {
     const Ends ends = {{max[0], max[1]}, {sum[0], sum[1]}};
     scale_of(next);
     weigh<true, true>(block.values.empty_of(taken));
-    finish(handed.unit, ends);
+    finish(handed, ends);
     taken += 1 + u32(start);
     clear_past(next, first, taken);
     return start;
   }
 
   // The last values of a unit that no other one joins.
-  __device__ void end(const Unit& unit) {
+  __device__ void end(const Handed& handed) {
     block.values.wait_full(taken);
     multiply_values(taken);
     ptx::wgmma_wait_group<0>();
     release(block.values.empty_of(taken));
     ++taken;
-    finish(unit, {{max[0], max[1]}, {sum[0], sum[1]}});
+    finish(handed, {{max[0], max[1]}, {sum[0], sum[1]}});
   }
 
   // Whether any row of this consumer is written.
@@ -357,7 +364,7 @@ struct Consumer : Softmax {
       if (handed != nullptr && is_met) {
         start = join(*handed, *following);
       } else {
-        if (handed != nullptr) end(handed->unit);
+        if (handed != nullptr) end(*handed);
         if (following == nullptr) break;
         if (!is_met) {
           pass(*following);

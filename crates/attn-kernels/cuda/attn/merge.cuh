@@ -17,6 +17,7 @@
 #pragma once
 
 #include "attn/rows.cuh"
+#include "attn/shares.cuh"
 #include "attn/softmax.cuh"
 #include "attn/split.cuh"
 #include "attn/unit.cuh"
@@ -29,47 +30,9 @@ namespace attn {
 
 namespace merge {
 
-constexpr int COLUMNS = 4;  // of a lane
 constexpr int SLAB = WARP * COLUMNS;
 // Parts whose loads are under way at once: one for each lane's share.
 constexpr int AHEAD = 32;
-
-struct Four {
-  float x[COLUMNS];
-
-  // A part without weight does not count.
-  __device__ void add(float share, const Vec16& part) {
-#pragma unroll
-    for (int j = 0; j < COLUMNS; ++j) {
-      x[j] += share * (share == 0.0f ? 0.0f : __uint_as_float(part.word[j]));
-    }
-  }
-};
-
-// What a part with this LSE weighs relative to the largest one.
-__device__ inline float share_of(float lse, float max) {
-  return lse == NEG_INF ? 0.0f : ptx::ex2_approx_ftz_f32((lse - max) * LOG2E);
-}
-
-// The join of all parts and the sink.
-struct Join {
-  float factor;  // of the sum of all rows by their shares
-  float lse;
-
-  // `sum`: of the shares. A NaN LSE loses every maximum and makes a NaN of the sum.
-  __device__ Join(float max, float sum, float sink) {
-    // The sink's own value where it is all there is: two roundings of logarithms would not give it
-    // back.
-    if (sum == 0.0f) {
-      factor = 0.0f;
-      lse = sink;
-      return;
-    }
-    if (sink != NEG_INF) sum += ptx::ex2_approx_ftz_f32((sink - max) * LOG2E);
-    factor = ptx::rcp_approx_ftz_f32(sum);
-    lse = __fmaf_rn(LN2, ptx::lg2_approx_f32(sum), max);
-  }
-};
 
 // A row of one head that is written, and its partial results; all lanes of a warp.
 struct Row {

@@ -28,19 +28,25 @@ struct Maps {
 
 constexpr i32 PANEL_ELEMENTS = i32(tile::PANEL_ROW_BYTES) / config::ELEMENT_BYTES;
 
+// The first key that a unit has copied: boxes do not cross pages, and a part may begin within one.
+// What lies before the unit's own keys is masked.
+__device__ inline i32 first_copied(const Keys& keys) {
+  return config::HAS_PARTS && config::IS_PAGED ? keys.lo & ~(config::BOX_ROWS - 1) : keys.lo;
+}
+
 // Tiles of keys that a unit meets: one, all hidden, where it sees no key, so that all units go one
 // way.
 __device__ inline i32 key_tiles(const Handed& handed) {
   const Keys& keys = handed.unit.keys;
   const i32 tiles =
-      config::IS_BLOCKED ? handed.visits : ceil_div(keys.hi - keys.lo, config::BLOCK_N);
+      config::IS_BLOCKED ? handed.visits : ceil_div(keys.hi - first_copied(keys), config::BLOCK_N);
   return max_of(tiles, 1);
 }
 
 // The first key of the n-th tile that a unit meets, counted from the last one.
 __device__ inline i32 met_tile(const Handed& handed, const Visit* visits, i32 n) {
   const i32 tile = config::IS_BLOCKED ? visits[n].tile() : key_tiles(handed) - 1 - n;
-  return handed.unit.keys.lo + tile * config::BLOCK_N;
+  return first_copied(handed.unit.keys) + tile * config::BLOCK_N;
 }
 
 // Asks for a box of ROWS rows from `row` on, a panel of columns at a time, in a tile of TILE_ROWS
@@ -127,7 +133,7 @@ __device__ inline i32 list_visits(const ForwardParams& p, const Unit& unit, i32 
     bool any = false;
     bool all = true;
     if (tile >= 0) {
-      const i32 first = unit.keys.lo + tile * config::BLOCK_N;
+      const i32 first = first_copied(unit.keys) + tile * config::BLOCK_N;
       look_at_blocks(p, unit, first, min_of(first + config::BLOCK_N, unit.keys.hi), any, all);
     }
     const u32 seen = __ballot_sync(~0u, any);
@@ -157,14 +163,17 @@ __device__ inline void hand_out(const ForwardParams& p, const Block& block) {
     handed.is_unit = is_unit;
     if (is_unit) {
       Unit& unit = handed.unit;
-      unit = unit_of<config::BLOCK_M, false>(p, scheduled_task(p, index));
+      unit = unit_of<config::BLOCK_M, config::HAS_PARTS>(p, scheduled_task(p, index));
+      handed.find_partials(p, unit);
       // Boxes do not cross pages.
-      if constexpr (config::IS_PAGED) unit.keys.lo &= ~(config::BOX_ROWS - 1);
+      if constexpr (config::IS_PAGED && !config::HAS_PARTS) {
+        unit.keys.lo &= ~(config::BOX_ROWS - 1);
+      }
       if constexpr (config::IS_BLOCKED) {
         __syncwarp();
         Visit* visits = block.visits_of(count);
         handed.visits =
-            list_visits(p, unit, ceil_div(unit.keys.hi - unit.keys.lo, config::BLOCK_N), visits);
+            list_visits(p, unit, ceil_div(unit.keys.hi - first_copied(unit.keys), config::BLOCK_N), visits);
         if (handed.visits == 0) {
           visits[0] = {0};
           unit.keys.hi = unit.keys.lo;

@@ -33,16 +33,34 @@ constexpr u32 VALUE_BYTES =
 // Threads that transpose values of fp8: two warps.
 constexpr u32 TRANSPOSERS = config::IS_FP8 ? 2 * WARP : 0;
 
+// Where the results of a unit that is a part go. Only instances with parts keep it.
+template <bool HAS_PARTS>
+struct OwnPartials {
+  __device__ void find_partials(const ForwardParams&, const Unit&) {}
+  __device__ PartialRows partials_of(const Unit&) const { return {}; }
+};
+template <>
+struct OwnPartials<true> {
+  i64 partial_first;
+
+  __device__ void find_partials(const ForwardParams& p, const Unit& unit) {
+    partial_first = unit.parts > 1 ? partial_first_of(p, unit.sequence, unit.rows, unit.parts) : 0;
+  }
+  __device__ PartialRows partials_of(const Unit& unit) const {
+    return {unit.parts > 1, partial_first, unit.part, unit.rows};
+  }
+};
+
 // A unit as the producer hands it to the consumers, which read it where it is: registers are for
 // products.
-struct Handed {
+struct Handed : OwnPartials<config::HAS_PARTS> {
   Unit unit;
   bool is_unit;
   i32 visits;  // under a block mask, tiles of keys that the unit visits
 };
 
-// The host counts them (src/cuda/config/hopper.rs).
-static_assert(sizeof(Handed) == 104);
+// The host counts the most there are (src/cuda/config/hopper.rs).
+static_assert(sizeof(Handed) == (config::HAS_PARTS ? 112 : 104));
 
 // A visit of a unit under a block mask: the tile's number, and whether some row does not see all of
 // it.

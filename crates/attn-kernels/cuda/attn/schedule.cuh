@@ -18,18 +18,18 @@ __device__ inline Task scheduled_task(const ForwardParams& p, u32 index) {
   if (p.order != nullptr) {
     const u32 entry = index / section;
     const OrderedTask& task = p.order[entry];
-    return {sequence_at(p, task.sequence), task.head_block + index - entry * section, task.tile};
+    return {sequence_at(p, task.sequence), task.head_block + index - entry * section, task.inside};
   }
   // Blocks of heads are counted through the batch, `section` of them to a section, which divides
   // their number.
   const u32 head_blocks = u32(p.q_heads) / p.pack.value;
   const u32 units = p.uniform_units.value;
   const u32 first = index / (section * units) * section;
-  const u32 inside = index - first * units;
-  const u32 tile = inside / section;
-  const u32 block = first + inside - tile * section;
+  const u32 own = index - first * units;
+  const u32 inside = own / section;
+  const u32 block = first + own - inside * section;
   const u32 sequence = block / head_blocks;
-  return {equal_sequence(p, sequence), block - sequence * head_blocks, tile};
+  return {equal_sequence(p, sequence), block - sequence * head_blocks, inside};
 }
 
 }  // namespace attn

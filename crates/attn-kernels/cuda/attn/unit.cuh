@@ -67,6 +67,14 @@ struct Task {
   u32 inside;
 };
 
+// Where the partial results of a sequence begin: of equal ones each has as many, and no load is
+// needed.
+__device__ inline i64 partial_first_of(const ForwardParams& p, const Sequence& sequence, i32 rows,
+                                       i32 parts) {
+  if (p.uniform_units.value == 0) return p.partial_starts[sequence.index];
+  return i64(sequence.index) * parts * rows * p.q_heads;
+}
+
 // Blocks in their own order: sequence by sequence, where lengths differ the one with the most keys
 // first.
 __device__ inline Task task_of(const ForwardParams& p, u32 block) {

@@ -10,6 +10,7 @@
 
 #include "attn/exponent.cuh"
 #include "attn/row_sm90a.cuh"
+#include "attn/split.cuh"
 #include "base/config_sm90a.cuh"
 #include "ptx/global.cuh"
 #include "ptx/half.cuh"
@@ -41,9 +42,10 @@ __device__ inline u32 round_pair(float lo, float hi) {
 }
 
 // Ends the lane's two rows, of which `flat` is the first, and writes their LSE; the answers are
-// what their sums of values are multiplied by.
-__device__ inline void finish_rows(const ForwardParams& p, const Unit& unit, i32 flat,
-                                   const Exponent& exponent, const Ends& ends, float (&factor)[2]) {
+// what their sums of values are multiplied by. `partial`: where the LSEs of parts go.
+__device__ inline void finish_rows(const ForwardParams& p, const Unit& unit,
+                                   const PartialRows& partial, i32 flat, const Exponent& exponent,
+                                   const Ends& ends, float (&factor)[2]) {
   const float v_scale =
       config::IS_FP8 ? per_head(p.v_scale, unit.sequence.index, unit.kv_head, 1.0f) : 1.0f;
   float* const lse = static_cast<float*>(p.lse.data);
@@ -56,12 +58,37 @@ __device__ inline void finish_rows(const ForwardParams& p, const Unit& unit, i32
     const bool is_row = row.position < unit.sequence.q_len;
     const float sink = is_row ? sink_of(p, unit, row.head) : NEG_INF;
     const RowResult result = finish_row(ends.max[half], total, exponent, sink);
-    if (writes && row.position < unit.rows) {
+    if (config::HAS_PARTS && partial.are_used) {
+      if (is_row && threadIdx.x % 4 == 0) {
+        p.partial_lse[partial.at(p, row.position, row.head)] = result.lse;
+      }
+    } else if (writes && row.position < unit.rows) {
       const i64 own = config::IS_PACKED ? query_offset(p.lse, unit.sequence, row.position, row.head)
                                         : place + half * 8 * p.lse.row;
       lse[own] = is_row ? result.lse : NEG_INF;
     }
     factor[half] = result.factor * v_scale;
+  }
+}
+
+// Leaves the lane's two rows of a part, of which `flat` is the first, to kernel/merge_parts.cu. Four
+// lanes fill a sector of 32 bytes.
+template <int OUTPUTS>
+__device__ void write_part(const ForwardParams& p, const Unit& unit, const PartialRows& partial,
+                           i32 flat, const float (&factor)[2], const float (&output)[OUTPUTS]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Row row = row_of(p, unit, flat + half * 8);
+    if (row.position >= unit.sequence.q_len) continue;
+    float* to = p.partial_o + partial.at(p, row.position, row.head) * p.value_dim +
+                ptx::opaque(threadIdx.x) % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < OUTPUTS / 4; ++j) {
+      if (j * 8 >= p.value_dim) break;
+      const int at = j * 4 + half * 2;
+      *reinterpret_cast<float2*>(to + j * 8) =
+          make_float2(output[at] * factor[half], output[at + 1] * factor[half]);
+    }
   }
 }
 

@@ -15,9 +15,9 @@
     "ATTN_GENERAL, ATTN_BLOCKED, ATTN_PAGED and ATTN_BOX_ROWS: expected the options and where keys are"
 #endif
 #if !defined(ATTN_CONSUMERS) || !defined(ATTN_BLOCK_N) || !defined(ATTN_STAGES) || \
-    !defined(ATTN_QUERY_STAGES) || !defined(ATTN_PACKED)
+    !defined(ATTN_QUERY_STAGES) || !defined(ATTN_PACKED) || !defined(ATTN_PARTS)
 #error \
-    "ATTN_CONSUMERS, ATTN_BLOCK_N, ATTN_STAGES, ATTN_QUERY_STAGES and ATTN_PACKED: expected the block"
+    "ATTN_CONSUMERS, ATTN_BLOCK_N, ATTN_STAGES, ATTN_QUERY_STAGES, ATTN_PACKED and ATTN_PARTS: expected the block"
 #endif
 
 namespace attn::config {
@@ -39,6 +39,8 @@ constexpr bool IS_CAPPED = ATTN_GENERAL == 2;
 constexpr bool IS_PAGED = ATTN_PAGED != 0;
 // Rows of several heads share a tile.
 constexpr bool IS_PACKED = ATTN_PACKED != 0;
+// Keys of a sequence may be split, each part a unit of its own (kernel/merge_parts.cu).
+constexpr bool HAS_PARTS = ATTN_PARTS != 0;
 // Under a block mask only the tiles that some row of a unit sees are met.
 constexpr bool IS_BLOCKED = ATTN_BLOCKED != 0;
 

@@ -59,12 +59,12 @@ struct BlockTable {
   Divisor page_size;
 };
 
-// An entry of a persistent kernel's order: a tile of some blocks of heads. Tiles are counted from
-// the end of a sequence.
+// An entry of a persistent kernel's order: a tile of some blocks of heads, and of parts one. Tiles
+// are counted from the end of a sequence, those of its first part first.
 struct OrderedTask {
   i32 sequence;
   u32 head_block;
-  u32 tile;
+  u32 inside;
 };
 
 // A forward call. q, o [rows, q_heads, head_dim | value_dim], lse [rows, q_heads], k, v
@@ -95,7 +95,8 @@ struct ForwardParams {
   const i64* partial_starts;
   // Partial results [partial row, value_dim] and their LSE [partial row]; partial row =
   // partial_starts[sequence] + (part * rows + row) * q_heads + head; of clusters see
-  // attn/exchange.cuh.
+  // attn/exchange.cuh. Persistent kernels have no partial_starts where sequences are equal
+  // (attn/unit.cuh).
   float* partial_o;
   float* partial_lse;
 

@@ -4,7 +4,7 @@
 //! a launch what the launch will take, and a plan made by hand gets the same instance as a chosen one.
 //! The arithmetic repeats what the device headers assert, because shared memory is sized by the host.
 
-use attn_core::{Bytes, DType, Plan, Problem, Split, Tile};
+use attn_core::{Bytes, DType, Plan, Problem, Tile};
 
 use crate::error::Error;
 use crate::instances::Instance;
@@ -331,11 +331,9 @@ pub(crate) fn forward(plan: &Plan) -> Result<Config, Error> {
         "cuda_prefill" if prefill_tiles(problem).contains(&plan.tile) => {
             Ok(tiled(Entry::Prefill, problem, plan.tile, prefill_pack(problem, plan.tile.q)))
         }
-        // Its units have all keys of their rows.
-        "cuda_prefill_sm90a"
-            if hopper::tiles(problem).contains(&plan.tile) && plan.split == Split::Whole =>
-        {
-            Ok(hopper::config(problem, plan.tile))
+        "cuda_prefill_sm90a" if hopper::tiles(problem).contains(&plan.tile) => {
+            let has_parts = hopper::has_parts(problem, plan.split);
+            Ok(hopper::config(problem, plan.tile, has_parts))
         }
         "cuda_decode" if decode_tiles(problem).contains(&plan.tile) => {
             Ok(tiled(Entry::Decode, problem, plan.tile, problem.group().max(1)))
@@ -369,6 +367,19 @@ pub(crate) fn naive_spec(q_dtype: DType, kv_dtype: DType) -> KernelSpec {
     KernelSpec::new(Entry::Naive, [("dtype", code(q_dtype)), ("kv_dtype", code(kv_dtype))])
 }
 
+/// The join of the parts that a launch before left, for an output type.
+pub(crate) fn merge_parts_spec(dtype: DType) -> KernelSpec {
+    KernelSpec::new(Entry::MergeParts, [("dtype", code(dtype))])
+}
+
+/// Parts of a row that one warp of the join has under way at once (`cuda/kernel/merge_parts.cu`).
+const JOINED_AT_ONCE: usize = 16;
+
+/// Threads of a block of the join, for so many parts at most: one warp, or four. They join alike to the bit.
+pub(crate) const fn merge_parts_threads(parts: usize) -> u32 {
+    if parts <= JOINED_AT_ONCE { 32 } else { 128 }
+}
+
 /// The merge of two states, for an output type.
 pub(crate) fn merge_states_spec(dtype: DType) -> KernelSpec {
     KernelSpec::new(Entry::MergeStates, [("dtype", code(dtype))])
@@ -385,9 +396,9 @@ pub(crate) fn copy_blocks_spec() -> KernelSpec {
 }
 
 /// A forward instance as the shipped list names it.
-pub(crate) fn instance(entry: Entry, problem: &Problem, tile: Tile) -> Instance {
+pub(crate) fn instance(entry: Entry, problem: &Problem, tile: Tile, has_parts: bool) -> Instance {
     let config = match entry {
-        Entry::PrefillSm90a => hopper::config(problem, tile),
+        Entry::PrefillSm90a => hopper::config(problem, tile, has_parts),
         Entry::LatentSm90a => latent::config(problem, tile),
         _ => tiled(entry, problem, tile, 1),
     };

@@ -8,31 +8,28 @@ use attn_core::{Bytes, HostCaps, Problem, Split, Tile};
 
 use super::config::hopper;
 use super::lengths::{Division, equal_lengths, parts, written_rows};
-use super::order::{COUNTER_BYTES, Order};
+use super::order::{COUNTER_BYTES, Cut, Order};
 
 /// Workspace of the naive kernel: the prefix sums.
 pub(crate) fn rows(problem: &Problem, _: &HostCaps, _: Tile, _: Split) -> Bytes {
     tables(problem, Division::Rows, false)
 }
 
-/// Workspace of the Hopper prefill kernel: two counters and, for unequal sequences, their prefix sums and the order of
-/// their tiles.
-pub(crate) fn ordered(problem: &Problem, _: &HostCaps, tile: Tile, _: Split) -> Bytes {
-    let pack = hopper::pack(problem, tile);
-    let tables = tables(problem, Division::Ordered { tile: tile.q, pack }, false);
-    Bytes::of(COUNTER_BYTES, 1) + tables + Order::bytes(problem, tile.q, pack)
+/// Workspace of the Hopper prefill kernel: two counters; for unequal sequences, their prefix sums and the order of
+/// their tiles; an f32 output row and an LSE for each part of each row of sequences with more than one part.
+pub(crate) fn ordered(problem: &Problem, _: &HostCaps, tile: Tile, split: Split) -> Bytes {
+    let cut = Cut { tile: tile.q, pack: hopper::pack(problem, tile), split };
+    let rows = partial_rows(problem, split);
+    let row = problem.q_heads().saturating_mul(problem.value_dim() + 1);
+    let partials = Bytes::of(rows.saturating_mul(row), size_of::<f32>());
+    let tables = tables(problem, cut.division(), rows > 0);
+    Bytes::of(COUNTER_BYTES, 1) + tables + Order::bytes(problem, cut) + partials
 }
 
 /// Workspace of the portable kernels and of the Hopper decode kernel: prefix sums, and an f32 output row, an LSE and a count for each part of each row of
 /// sequences with more than one part.
 pub(crate) fn tiles(problem: &Problem, _: &HostCaps, tile: Tile, split: Split) -> Bytes {
-    let lengths = problem.lengths();
-    let rows: usize = (0..lengths.batch())
-        .map(|sequence| match parts(problem, split, sequence) {
-            0 | 1 => 0,
-            parts => parts.saturating_mul(written_rows(problem, sequence)),
-        })
-        .fold(0, usize::saturating_add);
+    let rows = partial_rows(problem, split);
     let row = problem.q_heads().saturating_mul(problem.value_dim() + 2);
     let partials = rows.saturating_mul(row);
     // How heads are packed changes the number of units and not which tables there are.
@@ -43,6 +40,16 @@ pub(crate) fn tiles(problem: &Problem, _: &HostCaps, tile: Tile, split: Split) -
 /// The same of the portable prefill kernel, whose blocks walk all keys whatever the split.
 pub(crate) fn whole_tiles(problem: &Problem, host: &HostCaps, tile: Tile, _: Split) -> Bytes {
     tiles(problem, host, tile, Split::Whole)
+}
+
+/// Rows of partial results, of one head.
+fn partial_rows(problem: &Problem, split: Split) -> usize {
+    (0..problem.lengths().batch())
+        .map(|sequence| match parts(problem, split, sequence) {
+            0 | 1 => 0,
+            parts => parts.saturating_mul(written_rows(problem, sequence)),
+        })
+        .fold(0, usize::saturating_add)
 }
 
 fn tables(problem: &Problem, division: Division, has_parts: bool) -> Bytes {
@@ -88,12 +95,14 @@ mod tests {
             let lengths = Lengths::new(&problem, Division::Rows).expect("small");
             let all = lengths.upload().len() * size_of::<i64>();
             assert_eq!(rows(&problem, &host, TILE, Split::Whole), Bytes(all as u64));
-            let pack = hopper::pack(&problem, TILE);
-            let division = Division::Ordered { tile: 16, pack };
-            let lengths = Lengths::new(&problem, division).expect("small");
-            let list = Order::new(&problem, &lengths, 16, pack).entries.len() * 12;
-            let all = 8 + lengths.upload().len() * size_of::<i64>() + list;
-            assert_eq!(ordered(&problem, &host, TILE, Split::Whole), Bytes(all as u64));
+            for split in [Split::Whole, Split::Parts(3), Split::Chunks(50)] {
+                let cut = Cut { tile: 16, pack: hopper::pack(&problem, TILE), split };
+                let lengths = Lengths::new(&problem, cut.division()).expect("small");
+                let list = Order::new(&problem, &lengths, cut).entries.len() * 12;
+                let partials = lengths.partial_bytes(64).expect("small");
+                let all = 8 + lengths.upload().len() * size_of::<i64>() + list + partials;
+                assert_eq!(ordered(&problem, &host, TILE, split), Bytes(all as u64), "{split}");
+            }
         }
     }
 }

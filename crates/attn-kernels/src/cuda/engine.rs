@@ -19,11 +19,11 @@ use super::capture::Captures;
 use super::event::Event;
 use super::lengths::{Division, Lengths, Table};
 use super::maps;
-use super::order::{COUNTER_BYTES, Order};
+use super::order::{COUNTER_BYTES, Cut, Order};
 use super::params::{self, Divisor};
 use super::step::{self, NewRows, Pages};
-use super::workspace::{ForwardLaunch, Key, Prepared, Ready, Work, Workspace};
-use super::{cluster, config, forward};
+use super::workspace::{ForwardLaunch, Join, Key, Prepared, Ready, Work, Workspace};
+use super::{cluster, config, forward, lengths};
 use crate::catalog::catalog;
 use crate::error::Error;
 use crate::launch::{self, Allocation, DeviceBuffer, Graph, Launch, check_context, failed};
@@ -260,7 +260,10 @@ impl CudaEngine {
         let (division, split) = match config.spec.entry() {
             // A block of these walks all keys of its rows, so that any split comes to the same.
             Entry::Naive => (Division::Rows, Split::Whole),
-            Entry::PrefillSm90a => (Division::Ordered { tile, pack }, Split::Whole),
+            Entry::PrefillSm90a => {
+                let split = plan.split;
+                (Division::Ordered { tile, pack, split }, split)
+            }
             Entry::Prefill => (Division::Tiles { tile, pack, split: Split::Whole }, Split::Whole),
             _ if is_growing => {
                 let parts = plan.split.parts(plan.problem.lengths().longest_kv());
@@ -273,7 +276,9 @@ impl CudaEngine {
         let partial_bytes = lengths.partial_bytes(problem.value_dim())?;
         let function = self.modules.function(&config.spec, config.dynamic_smem)?;
         let is_persistent = config.spec.entry() == Entry::PrefillSm90a;
-        let order = is_persistent.then(|| Order::new(problem, &lengths, tile, pack));
+        let order = is_persistent.then(|| Order::new(problem, &lengths, Cut { tile, pack, split }));
+        let has_join = is_persistent && lengths.partial_rows > 0;
+        let join = has_join.then(|| self.join(problem, split)).transpose()?;
         let entries = order.as_ref().map_or(&[][..], |order| &order.entries);
         let prefixes = lengths.upload();
         let prefixes: &[u8] = bytemuck::cast_slice(&prefixes);
@@ -335,6 +340,7 @@ impl CudaEngine {
             cluster,
             dynamic_smem: config.dynamic_smem,
             overlaps: config.spec.entry() != Entry::Naive && self.overlaps()?,
+            join,
             map_tile: is_persistent.then_some(config.tile),
             params,
             partial_outputs: outputs,
@@ -364,6 +370,17 @@ impl CudaEngine {
             used: 0,
         };
         Ok(Built { prepared, partials, counters: None, tables, keys: None })
+    }
+
+    /// The launch that joins the parts of a problem's keys: a block for each row and head.
+    fn join(&self, problem: &Problem, split: Split) -> Result<Join, Error> {
+        let batch = 0..problem.lengths().batch();
+        let parts = batch.clone().map(|sequence| lengths::parts(problem, split, sequence)).max();
+        let rows = batch.map(|sequence| lengths::written_rows(problem, sequence)).sum::<usize>();
+        let blocks = params::as_i32("rows and heads", rows.saturating_mul(problem.q_heads()))?;
+        let function = self.modules.function(&config::merge_parts_spec(problem.out_dtype()), 0)?;
+        let threads = config::merge_parts_threads(parts.unwrap_or(0));
+        Ok(Join { function, threads, blocks: blocks.unsigned_abs() })
     }
 
     /// Whether device and driver let launches overlap, in captured graphs too.
@@ -511,7 +528,9 @@ pub(crate) fn launch_forward(
     }
     let appended = new.into_iter().flat_map(NewRows::memory);
     let memory = || inputs.memory().chain(outputs.memory()).chain(appended.clone());
-    Captures::shared().hold([&launch.function].into_iter(), own.into_iter().flatten(), memory());
+    let join = launch.join.as_ref();
+    let functions = [&launch.function].into_iter().chain(join.map(|join| &join.function));
+    Captures::shared().hold(functions, own.into_iter().flatten(), memory());
     let forward = Launch {
         cluster: launch.cluster,
         dynamic_smem: launch.dynamic_smem,
@@ -522,7 +541,14 @@ pub(crate) fn launch_forward(
         None => forward.run(stream, &params, &[]),
         Some(tile) => forward.run(stream, &params, &maps::forward(caches, problem, inputs, tile)?),
     }
-    .map_err(|error| with_shape(error, problem))
+    .map_err(|error| with_shape(error, problem))?;
+    let Some(join) = join else {
+        return Ok(());
+    };
+    let launch = Launch::new(&join.function, join.blocks, join.threads);
+    Launch { overlaps: prepared.overlaps, ..launch }
+        .run(stream, &params, &[])
+        .map_err(|error| with_shape(error, problem))
 }
 
 /// The kernel instances that runs of a plan launch, for a store to have them ready
@@ -531,10 +557,13 @@ pub(crate) fn launch_forward(
 /// # Errors
 /// [`Error::Plan`] for a plan of another engine.
 pub fn instances(plan: &Plan) -> Result<Vec<KernelSpec>, Error> {
-    match plan.problem.pass() {
-        Pass::Forward => Ok(vec![config::forward(plan)?.spec]),
-        Pass::Backward => backward::config::instances(plan),
+    if plan.problem.pass() == Pass::Backward {
+        return backward::config::instances(plan);
     }
+    let spec = config::forward(plan)?.spec;
+    let join =
+        (spec.get("parts") == Some(1)).then(|| config::merge_parts_spec(plan.problem.out_dtype()));
+    Ok([spec].into_iter().chain(join).collect())
 }
 
 /// A failed launch with the shape that it was for.

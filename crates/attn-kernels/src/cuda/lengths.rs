@@ -7,6 +7,7 @@
 //! that are not split nothing is, for their lengths are parameters.
 
 use std::cmp::Reverse;
+use std::ops::Range;
 
 use attn_core::{Arrangement, Problem, Split};
 
@@ -39,13 +40,14 @@ pub(crate) enum Division {
         /// Parts of the keys.
         parts: usize,
     },
-    /// Tiles of `tile` flat rows and all of their keys, which blocks take in an order of the host's
-    /// ([`super::order`]).
+    /// As [`Division::Tiles`], of which blocks take the units in an order of the host's ([`super::order`]).
     Ordered {
         /// Flat rows of a tile.
         tile: usize,
         /// Query heads whose rows share a tile.
         pack: usize,
+        /// Parts of the keys.
+        split: Split,
     },
 }
 
@@ -55,15 +57,18 @@ impl Division {
     pub(crate) const fn tables(self, are_equal: bool, has_parts: bool) -> &'static [Table] {
         use Table::{Keys, Partials, Queries, Sequences, Units};
         match self {
-            Self::Tiles { .. } | Self::Ordered { .. } if are_equal && !has_parts => &[],
+            Self::Tiles { .. } if are_equal && !has_parts => &[],
             Self::Tiles { .. } if are_equal => &[Partials],
+            // The merge works out where those of equal sequences are, too.
+            Self::Ordered { .. } if are_equal => &[],
+            // The list names sequences.
+            Self::Ordered { .. } if has_parts => &[Queries, Keys, Partials],
+            Self::Ordered { .. } => &[Queries, Keys],
             Self::Tiles { .. } | Self::Growing { .. } if has_parts => {
                 &[Queries, Keys, Units, Sequences, Partials]
             }
             Self::Tiles { .. } | Self::Growing { .. } => &[Queries, Keys, Units, Sequences],
             Self::Rows => &[Queries, Keys, Units],
-            // The list names sequences.
-            Self::Ordered { .. } => &[Queries, Keys],
         }
     }
 }
@@ -133,11 +138,12 @@ impl Lengths {
         }
         let (pack, tile, split) = match division {
             Division::Rows => (1, 1, Split::Whole),
-            Division::Tiles { tile, pack, split } => (pack.max(1), tile.max(1), split),
+            Division::Tiles { tile, pack, split } | Division::Ordered { tile, pack, split } => {
+                (pack.max(1), tile.max(1), split)
+            }
             Division::Growing { tile, pack, parts } => {
                 (pack.max(1), tile.max(1), Split::Parts(parts))
             }
-            Division::Ordered { tile, pack } => (pack.max(1), tile.max(1), Split::Whole),
         };
         let heads = problem.q_heads();
         let mut tables = vec![0i64; Table::COUNT * (batch + 1)];
@@ -145,7 +151,7 @@ impl Lengths {
         let (mut units, mut partials, mut rows) = (0i64, 0i64, 0i64);
         for sequence in 0..=batch {
             let at = |table: Table| table as usize * (batch + 1) + sequence;
-            let row = |range: std::ops::Range<usize>| range.start as i64;
+            let row = |range: Range<usize>| range.start as i64;
             let last = sequence == batch;
             let q = if last { lengths.total_q() as i64 } else { row(lengths.q_rows(sequence)) };
             let kv = if last { lengths.total_kv() as i64 } else { row(lengths.kv_rows(sequence)) };
@@ -251,8 +257,13 @@ pub(crate) fn parts(problem: &Problem, split: Split, sequence: usize) -> usize {
 
 /// Keys that some row of a sequence sees.
 fn visited(problem: &Problem, sequence: usize) -> usize {
+    visited_keys(problem, sequence).len()
+}
+
+/// Which ones these are.
+pub(crate) fn visited_keys(problem: &Problem, sequence: usize) -> Range<usize> {
     let (q_len, kv_len) = (problem.lengths().q(sequence), problem.lengths().kv(sequence));
-    problem.band().rows(0..q_len, q_len, kv_len).len()
+    problem.band().rows(0..q_len, q_len, kv_len)
 }
 
 /// The rows and keys of every sequence, where all have as many.
@@ -378,15 +389,18 @@ mod tests {
     fn only_tables_that_are_read_are_uploaded() {
         use Table::{Keys, Partials, Queries, Sequences, Units};
         let (equal, unequal) = (spec(&[4, 4], &[64, 64]), spec(&[4, 5], &[64, 64]));
-        let ordered = Division::Ordered { tile: 16, pack: 1 };
+        let ordered = |split| Division::Ordered { tile: 16, pack: 1, split };
+        let (in_order, in_parts) = (ordered(Split::Whole), ordered(Split::Parts(2)));
         let (whole, parts) = (tiles(16, 1, Split::Whole), tiles(16, 1, Split::Parts(2)));
         for (spec, division, read) in [
             (&equal, Division::Rows, &[Queries, Keys, Units][..]),
-            (&equal, ordered, &[]),
+            (&equal, in_order, &[]),
+            (&equal, in_parts, &[]),
             (&equal, whole, &[]),
             (&equal, parts, &[Partials]),
             (&unequal, Division::Rows, &[Queries, Keys, Units]),
-            (&unequal, ordered, &[Queries, Keys]),
+            (&unequal, in_order, &[Queries, Keys]),
+            (&unequal, in_parts, &[Queries, Keys, Partials]),
             (&unequal, whole, &[Queries, Keys, Units, Sequences]),
             (&unequal, parts, &[Queries, Keys, Units, Sequences, Partials]),
         ] {

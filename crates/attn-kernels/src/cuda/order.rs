@@ -1,13 +1,13 @@
 //! The order in which the blocks of a persistent kernel take its units.
 //!
 //! The invariant: what `cuda/attn/schedule.cuh` counts is laid out here: of equal sequences only how many blocks of heads
-//! form a section, of unequal ones a list of all tiles. The order is a function of the problem and the tile alone, and no
+//! form a section, of unequal ones a list of all tiles, of each part of the keys. The order is a function of the problem and the tile alone, and no
 //! result depends on it.
 
-use attn_core::{Bytes, Problem};
+use attn_core::{Bytes, Problem, Split};
 use bytemuck::{Pod, Zeroable};
 
-use super::lengths::{Division, Lengths, equal_lengths, written_rows};
+use super::lengths::{Division, Lengths, equal_lengths, parts, visited_keys, written_rows};
 
 /// Units of a section where the longest sees few keys: about two for each multiprocessor of a large device. Their heads'
 /// keys and values pass through the cache once.
@@ -42,8 +42,27 @@ pub(crate) struct Entry {
     pub(crate) sequence: i32,
     /// The first block of heads.
     pub(crate) head_block: u32,
-    /// The tile, counted from the last one of the sequence.
-    pub(crate) tile: u32,
+    /// The tile, counted from the last one of the sequence; of the next part of the keys the same again.
+    pub(crate) inside: u32,
+}
+
+/// How rows and keys are cut into units.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Cut {
+    /// Flat rows of a tile.
+    pub(crate) tile: usize,
+    /// Query heads whose rows share a tile.
+    pub(crate) pack: usize,
+    /// Parts of the keys.
+    pub(crate) split: Split,
+}
+
+impl Cut {
+    /// The units of the kernels that take them in an order.
+    pub(crate) const fn division(self) -> Division {
+        let Self { tile, pack, split } = self;
+        Division::Ordered { tile, pack, split }
+    }
 }
 
 /// How units follow one another.
@@ -56,8 +75,9 @@ pub(crate) struct Order {
 }
 
 impl Order {
-    /// The order for tiles of `tile` flat rows, `pack` heads to a block.
-    pub(crate) fn new(problem: &Problem, lengths: &Lengths, tile: usize, pack: usize) -> Self {
+    /// The order of a problem's units.
+    pub(crate) fn new(problem: &Problem, lengths: &Lengths, cut: Cut) -> Self {
+        let Cut { tile, pack, split } = cut;
         let heads = head_blocks(problem, pack);
         let narrow = |n: usize| i32::try_from(n).unwrap_or(i32::MAX);
         if let Some(uniform) = lengths.uniform {
@@ -69,19 +89,26 @@ impl Order {
             };
             return Self { section: narrow(section), entries: Vec::new() };
         }
-        let section = list_section(problem, tile, pack);
+        let section = list_section(problem, cut);
         let mut one_section: Vec<(usize, Entry)> = Vec::new();
         for sequence in 0..problem.lengths().batch() {
             let (q_len, kv_len) = (problem.lengths().q(sequence), problem.lengths().kv(sequence));
             let tiles = flat_rows(problem, sequence, pack).div_ceil(tile);
-            for from_last in 0..tiles {
-                let first = (tiles - 1 - from_last) * tile;
-                let rows = (first / pack).min(q_len)..q_len.min((first + tile).div_ceil(pack));
-                let keys = problem.band().rows(rows, q_len, kv_len).len();
-                let wide = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
-                let entry =
-                    Entry { sequence: narrow(sequence), head_block: 0, tile: wide(from_last) };
-                one_section.push((keys, entry));
+            let visited = visited_keys(problem, sequence);
+            let part_keys = split.keys(visited.len());
+            for part in 0..parts(problem, split, sequence) {
+                let start = visited.start + part * part_keys;
+                let end = visited.end.min(start.saturating_add(part_keys));
+                for from_last in 0..tiles {
+                    let first = (tiles - 1 - from_last) * tile;
+                    let rows = (first / pack).min(q_len)..q_len.min((first + tile).div_ceil(pack));
+                    let seen = problem.band().rows(rows, q_len, kv_len);
+                    let keys = seen.end.min(end).saturating_sub(seen.start.max(start));
+                    let wide = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+                    let inside = wide(part * tiles + from_last);
+                    let entry = Entry { sequence: narrow(sequence), head_block: 0, inside };
+                    one_section.push((keys, entry));
+                }
             }
         }
         one_section.sort_by_key(|(keys, _)| std::cmp::Reverse(*keys));
@@ -95,12 +122,12 @@ impl Order {
     }
 
     /// Bytes of the list that a problem takes; nothing where all sequences are equal.
-    pub(crate) fn bytes(problem: &Problem, tile: usize, pack: usize) -> Bytes {
+    pub(crate) fn bytes(problem: &Problem, cut: Cut) -> Bytes {
         if equal_lengths(problem).is_some() {
             return Bytes::ZERO;
         }
-        let sections = head_blocks(problem, pack) / list_section(problem, tile, pack).max(1);
-        Bytes::of(all_tiles(problem, tile, pack).saturating_mul(sections), size_of::<Entry>())
+        let sections = head_blocks(problem, cut.pack) / list_section(problem, cut).max(1);
+        Bytes::of(all_tiles(problem, cut).saturating_mul(sections), size_of::<Entry>())
     }
 }
 
@@ -136,17 +163,20 @@ fn flat_rows(problem: &Problem, sequence: usize, pack: usize) -> usize {
     written_rows(problem, sequence).saturating_mul(pack)
 }
 
-fn all_tiles(problem: &Problem, tile: usize, pack: usize) -> usize {
+/// Tiles of all parts of all sequences.
+fn all_tiles(problem: &Problem, Cut { tile, pack, split }: Cut) -> usize {
+    let tiles = |sequence| flat_rows(problem, sequence, pack).div_ceil(tile.max(1));
     (0..problem.lengths().batch())
-        .map(|sequence| flat_rows(problem, sequence, pack).div_ceil(tile.max(1)))
+        .map(|sequence| tiles(sequence).saturating_mul(parts(problem, split, sequence)))
         .fold(0, usize::saturating_add)
 }
 
 /// Blocks of heads of an entry of the list: as many as share a section, and as many as keep it short.
-fn list_section(problem: &Problem, tile: usize, pack: usize) -> usize {
-    let (heads, tiles) = (head_blocks(problem, pack), all_tiles(problem, tile, pack).max(1));
+fn list_section(problem: &Problem, cut: Cut) -> usize {
+    let (heads, tiles) = (head_blocks(problem, cut.pack), all_tiles(problem, cut).max(1));
     let near = divisor_near(heads, LONGEST_SECTION, tiles);
-    let tables = Division::Ordered { tile, pack }.tables(false, false).len() * size_of::<i64>();
+    let has_parts = (0..problem.lengths().batch()).any(|n| parts(problem, cut.split, n) > 1);
+    let tables = cut.division().tables(false, has_parts).len() * size_of::<i64>();
     let tables = tables.saturating_mul(problem.lengths().batch() + 1);
     let most = MOST_BYTES.saturating_sub(tables) / size_of::<Entry>();
     let fits = |section: &usize| (heads / section).saturating_mul(tiles) <= most;
@@ -172,12 +202,16 @@ mod tests {
     }
 
     fn packed_order(spec: ProblemSpec, tile: usize, pack: usize) -> Order {
+        cut_order(spec, Cut { tile, pack, split: Split::Whole })
+    }
+
+    fn cut_order(spec: ProblemSpec, cut: Cut) -> Order {
+        let pack = cut.pack;
         let problem = Problem::new(spec).expect("valid");
-        let division = Division::Ordered { tile, pack };
-        let lengths = Lengths::new(&problem, division).expect("small");
-        let order = Order::new(&problem, &lengths, tile, pack);
+        let lengths = Lengths::new(&problem, cut.division()).expect("small");
+        let order = Order::new(&problem, &lengths, cut);
         let bytes = order.entries.len() * size_of::<Entry>();
-        assert_eq!(Order::bytes(&problem, tile, pack), Bytes(bytes as u64));
+        assert_eq!(Order::bytes(&problem, cut), Bytes(bytes as u64));
         // What the device divides the number of a unit by.
         assert!(order.section > 0);
         let heads = problem.q_heads() / pack * problem.lengths().batch();
@@ -216,7 +250,7 @@ mod tests {
     #[test]
     fn unequal_sequences_come_longest_tile_first() {
         let got = order(causal(&[300, 0, 100], &[300, 7, 500]), 128);
-        let first: Vec<_> = got.entries.iter().map(|e| (e.sequence, e.tile)).take(4).collect();
+        let first: Vec<_> = got.entries.iter().map(|e| (e.sequence, e.inside)).take(4).collect();
         // Keys of the tiles: 500 of the third sequence; 300, 256 and 128 of the first.
         assert_eq!(first, [(2, 0), (0, 0), (0, 1), (0, 2)]);
         assert_eq!(got.section, 16);
@@ -244,8 +278,24 @@ mod tests {
         let got = packed_order(spec, 128, 8);
         // 160 and 560 flat rows: two and five tiles, of two blocks of heads.
         assert_eq!((got.entries.len(), got.section), (7, 2));
-        let first: Vec<_> = got.entries.iter().map(|e| (e.sequence, e.tile)).take(2).collect();
+        let first: Vec<_> = got.entries.iter().map(|e| (e.sequence, e.inside)).take(2).collect();
         assert_eq!(first, [(1, 0), (1, 1)]);
+    }
+
+    #[test]
+    fn parts_of_most_keys_come_first() {
+        let mut spec = causal(&[20, 4], &[500, 900]);
+        spec.kv_heads = 2;
+        let got = cut_order(spec, Cut { tile: 128, pack: 8, split: Split::Chunks(400) });
+        // Two tiles of 160 flat rows in two parts of 400 and 100 keys; one tile of 32 in 400, 400 and 100.
+        assert_eq!((got.entries.len(), got.section), (7, 2));
+        let all: Vec<_> = got.entries.iter().map(|e| (e.sequence, e.inside)).collect();
+        assert_eq!(all, [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (1, 2), (0, 3)]);
+        let equal = cut_order(
+            causal(&[8; 2], &[4096; 2]),
+            Cut { tile: 128, pack: 1, split: Split::Parts(4) },
+        );
+        assert!(equal.entries.is_empty());
     }
 
     #[test]

@@ -84,11 +84,21 @@ pub(crate) struct ForwardLaunch {
     pub(crate) dynamic_smem: u32,
     /// Whether the launch may begin while the one before it in the stream ends.
     pub(crate) overlaps: bool,
+    /// The launch that joins parts, where this one leaves them to another.
+    pub(crate) join: Option<Join>,
     /// The tile that tensor maps are made for, where the kernel takes maps.
     pub(crate) map_tile: Option<Tile>,
     pub(crate) params: ForwardParams,
     /// Bytes of partial outputs, which come before the partial LSEs.
     pub(crate) partial_outputs: u64,
+}
+
+/// A launch behind that of a plan's kernel, with the same parameters.
+#[derive(Debug)]
+pub(crate) struct Join {
+    pub(crate) function: Arc<Function>,
+    pub(crate) threads: u32,
+    pub(crate) blocks: u32,
 }
 
 /// What of a plan decides its launches.

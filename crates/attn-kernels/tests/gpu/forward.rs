@@ -81,16 +81,20 @@ fn prefill_matches_the_reference() {
 }
 
 #[test]
-fn hopper_prefill_matches_the_reference() {
-    let Some(engine) = engine("hopper_prefill_matches_the_reference") else {
+fn hopper_prefill_matches_the_reference_under_every_split() {
+    let Some(engine) = engine("hopper_prefill_matches_the_reference_under_every_split") else {
         return;
     };
     if !is_hopper(&engine) {
-        let name = "hopper_prefill_matches_the_reference";
+        let name = "hopper_prefill_matches_the_reference_under_every_split";
         let _ = writeln!(std::io::stderr(), "{name}: skipped: the device is no Hopper");
         return;
     }
-    assert!(judge(&engine, "cuda_prefill_sm90a", Split::Whole) > 0);
+    // 20 parts are more than one warp joins at once.
+    let between = Split::Between { parts: 4, keys: 3 };
+    for split in [Split::Whole, Split::Chunks(5), Split::Parts(3), Split::Parts(20), between] {
+        assert!(judge(&engine, "cuda_prefill_sm90a", split) > 0, "{split}");
+    }
 }
 
 #[test]

@@ -3,8 +3,9 @@
 //! The invariant: shared memory is counted as `cuda/attn/ring_sm90a.cuh` lays it out, and an instance fits the registers
 //! that `cuda/base/config_sm90a.cuh` gives its warpgroups without a spill.
 
-use attn_core::{Bytes, Problem, Tile};
+use attn_core::{Bytes, Problem, Split, Tile};
 
+use super::super::lengths::parts;
 use super::{Config, PLAIN_SCALES, code, prefill_pack};
 use crate::spec::{Entry, KernelSpec};
 
@@ -146,8 +147,8 @@ pub(crate) fn smem(problem: &Problem, tile: Tile) -> Bytes {
     Bytes::of(bytes(problem, tile, stages(problem, tile)) + HANDED_BYTES, 1)
 }
 
-/// Units in shared memory: 104 bytes each.
-const HANDED_BYTES: usize = HANDED * 104;
+/// Units in shared memory: 112 bytes each, of which 8 are for instances with parts.
+const HANDED_BYTES: usize = HANDED * 112;
 
 /// Units that may be handed out and not yet given back.
 const HANDED: usize = 4;
@@ -167,8 +168,14 @@ fn bytes(problem: &Problem, tile: Tile, Stages { keys, queries }: Stages) -> usi
     1024 + tiles + panels + barriers + HANDED * visits(problem, tile) * 2
 }
 
-/// The instance of a problem and a tile.
-pub(crate) fn config(problem: &Problem, tile: Tile) -> Config {
+/// Whether a split makes more than one part of some sequence's keys.
+pub(crate) fn has_parts(problem: &Problem, split: Split) -> bool {
+    split != Split::Whole
+        && (0..problem.lengths().batch()).any(|sequence| parts(problem, split, sequence) > 1)
+}
+
+/// The instance of a problem and a tile. `has_parts`: keys of some sequence are in several parts.
+pub(crate) fn config(problem: &Problem, tile: Tile, has_parts: bool) -> Config {
     let int = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
     let (dim, value_dim) = dims(problem);
     let (consumers, stages) = (tile.q / 64, stages(problem, tile));
@@ -182,6 +189,7 @@ pub(crate) fn config(problem: &Problem, tile: Tile) -> Config {
             ("general", options.general),
             ("blocked", i64::from(options.is_blocked)),
             ("packed", i64::from(pack > 1)),
+            ("parts", i64::from(has_parts)),
             ("paged", i64::from(problem.cache_layout().is_some())),
             ("box_rows", int(box_rows(problem, tile))),
             ("consumers", int(consumers)),
@@ -203,12 +211,10 @@ pub(crate) fn config(problem: &Problem, tile: Tile) -> Config {
 #[cfg(test)]
 mod tests {
     use attn_core::{
-        BlockSizes, CacheLayout, DType, KvStorage, PageOrder, Plan, ProblemSpec, Split,
-        ValueStorage,
+        BlockSizes, CacheLayout, DType, KvStorage, PageOrder, Plan, ProblemSpec, ValueStorage,
     };
 
     use super::*;
-    use crate::error::Error;
 
     const BLOCKS: BlockSizes = BlockSizes { q: 128, kv: 128 };
 
@@ -278,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn plan_in_parts_is_refused() {
+    fn instance_has_parts_where_a_sequence_has_several() {
         let problem = Problem::new(spec(DType::BF16, 128)).expect("valid");
         let plan = |split| Plan {
             problem: problem.clone(),
@@ -292,9 +298,16 @@ mod tests {
             reason: "a test",
             rejects: Vec::new(),
         };
-        assert!(super::super::forward(&plan(Split::Whole)).is_ok());
-        let refused =
-            super::super::forward(&plan(Split::Parts(3))).expect_err("its units have all keys");
-        assert!(matches!(refused, Error::Plan { .. }), "{refused}");
+        for (split, parts) in [
+            (Split::Whole, 0),
+            (Split::Parts(3), 1),
+            (Split::Parts(1), 0),
+            (Split::Chunks(299), 1),
+            (Split::Chunks(300), 0),
+            (Split::Between { parts: 4, keys: 200 }, 1),
+        ] {
+            let config = super::super::forward(&plan(split)).expect("one of its tiles");
+            assert_eq!(config.spec.get("parts"), Some(parts), "{split}");
+        }
     }
 }
