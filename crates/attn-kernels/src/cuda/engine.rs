@@ -545,8 +545,8 @@ pub(crate) fn launch_forward(
     let Some(join) = join else {
         return Ok(());
     };
-    let launch = Launch::new(&join.function, join.blocks, join.threads);
-    Launch { overlaps: prepared.overlaps, ..launch }
+    let of_parts = Launch::new(&join.function, join.blocks, join.threads);
+    Launch { overlaps: launch.overlaps, ..of_parts }
         .run(stream, &params, &[])
         .map_err(|error| with_shape(error, problem))
 }
