@@ -27,7 +27,7 @@ struct KeyGradient : Scores {
   using KeySum = ptx::Wgmma<HEAD_DIM, config::DTYPE>;
   using ValueSum = ptx::Wgmma<VALUE_DIM, config::DTYPE>;
   // One more tile of columns is of keys that are 1.
-  static constexpr int EDGE = config::HAS_ROW_SUMS ? SUM_EDGE + 8 : SUM_EDGE;
+  static constexpr int EDGE = SUM_EDGE + 8;
   using RowSum = ptx::Wgmma<EDGE, config::DTYPE>;
 
   float key_sums[HEAD_DIM / 2];
