@@ -32,8 +32,8 @@ pub enum Evaluation {
     Sequential,
     /// Sums from the last term to the first; P is normalised before it is rounded, unless that is to fp8.
     Reversed,
-    /// Eight partial sums, exponentials in base 2, and a backward that recomputes P from the f32 LSE, as
-    /// vector and tensor-core kernels do.
+    /// Eight partial sums, exponentials in base 2, and a backward that recomputes P from the f32 LSE and takes the
+    /// output as it is stored, as vector and tensor-core kernels do.
     Lanes,
     /// Sums of products in blocks, each added exactly and the sum cut, not rounded, to f32, as matrix units
     /// accumulate 16-bit products; those of fp8 products align every term and keep 14 bits of each, and
@@ -56,6 +56,11 @@ impl Evaluation {
             DType::F32 => &[Self::Sequential, Self::Reversed, Self::Lanes],
             _ => &Self::ALL,
         }
+    }
+
+    /// Whether a backward starts from the output and the log-sum-exp that a forward has stored.
+    const fn recomputes(self) -> bool {
+        matches!(self, Self::Lanes | Self::Blocks)
     }
 
     /// Visits `0..len` in this order, with the partial sum that each term belongs to.
@@ -496,8 +501,7 @@ impl<'a> Head<'a> {
 
     /// The weights that a backward works with.
     fn backward_weights(&self, scores: &Scores, row: &mut Row) {
-        let recomputes = matches!(self.evaluation, Evaluation::Lanes | Evaluation::Blocks);
-        if !recomputes || row.lse == f32::NEG_INFINITY {
+        if !self.evaluation.recomputes() || row.lse == f32::NEG_INFINITY {
             return;
         }
         let base = row.lse * std::f32::consts::LOG2_E;

@@ -41,6 +41,10 @@ pub fn backward(
                 let mut result = this.row(row, &scores);
                 this.backward_weights(&scores, &mut result);
                 let d_o = &d_o[row * value_dim..][..value_dim];
+                if evaluation.recomputes() {
+                    // They start from what a forward has left: the output in its type, as the log-sum-exp in f32.
+                    result.o.iter_mut().for_each(|x| *x = dtype.round(*x));
+                }
                 let delta = evaluation.dot(this.unit, &result.o, d_o);
                 dsinks[head] -= result.sink_weight * delta;
                 let mut ds = vec![0.0; this.kv_len];
