@@ -235,9 +235,13 @@ fn cases(is_small: bool) -> Vec<Case> {
     }
     for (n, case) in attn_reference::corpus().into_iter().enumerate() {
         let mut narrow = case.clone();
+        // Not scores of 1e5, made for f32: the ends of 16-bit products' sums, which no two orders have in common, are parts in a
+        // hundred of their weights.
+        let is_far = matches!(case.recipe.pattern, Pattern::FarAbove | Pattern::FarBelow);
         if !case.spec.q_dtype.is_fp8()
             && !case.spec.kv_dtype.is_fp8()
             && case.spec.q_dtype.size() > 2
+            && !is_far
         {
             let dtype = if n % 2 == 0 { BF16 } else { F16 };
             (narrow.spec.q_dtype, narrow.spec.kv_dtype) = (dtype, dtype);

@@ -100,8 +100,8 @@ struct Block {
   __device__ void init() const {
     ptx::mbarrier_init(keys_full, 1);
     ptx::mbarrier_init(values_full, 1);
-    queries.init(1, config::CONSUMERS);
-    gradients.init(1, config::CONSUMERS);
+    queries.init(1, config::CONSUMERS * config::WARPGROUP);
+    gradients.init(1, config::CONSUMERS * config::WARPGROUP);
     ptx::fence_mbarrier_init();
   }
 };

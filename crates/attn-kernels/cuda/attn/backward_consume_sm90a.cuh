@@ -12,7 +12,7 @@
 // gradients [BLOCK_M / 2], weights in pairs, sums for dQ.
 // Who executes: all warps of a consumer, converged.
 // The invariant: no register of a product that may be under way is touched; a stage is given back
-// once, by one thread, when no product of the warpgroup reads it. Shared memory that a consumer
+// once, by every thread, when no product of it reads it. Shared memory that a consumer
 // writes for the other's products is in two copies, which take turns: who has met the other at the
 // barrier of one has seen its products of the copy before end.
 

@@ -64,9 +64,9 @@ struct Scores {
     return tile + u32(own_keys) * tile::PANEL_ROW_BYTES;
   }
 
-  __device__ void release(u32 barrier) const {
-    if (ptx::opaque(threadIdx.x) % config::WARPGROUP == 0) ptx::mbarrier_arrive(barrier);
-  }
+  // Gives a stage back. Each thread says so for itself: what a thread has read of it is then ordered
+  // before what is copied there next by the barrier alone.
+  __device__ void release(u32 barrier) const { ptx::mbarrier_arrive(barrier); }
 
   // Clears rows lo .. hi of a tile of ROWS rows of DIM columns. Both consumers clear the same.
   template <int ROWS, int DIM>
