@@ -172,8 +172,8 @@ __device__ inline void hand_out(const ForwardParams& p, const Block& block) {
       if constexpr (config::IS_BLOCKED) {
         __syncwarp();
         Visit* visits = block.visits_of(count);
-        handed.visits =
-            list_visits(p, unit, ceil_div(unit.keys.hi - first_copied(unit.keys), config::BLOCK_N), visits);
+        const i32 keys = unit.keys.hi - first_copied(unit.keys);
+        handed.visits = list_visits(p, unit, ceil_div(keys, config::BLOCK_N), visits);
         if (handed.visits == 0) {
           visits[0] = {0};
           unit.keys.hi = unit.keys.lo;

@@ -71,8 +71,8 @@ __device__ inline void finish_rows(const ForwardParams& p, const Unit& unit,
   }
 }
 
-// Leaves the lane's two rows of a part, of which `flat` is the first, to kernel/merge_parts.cu. Four
-// lanes fill a sector of 32 bytes.
+// Leaves the lane's two rows of a part, of which `flat` is the first, to kernel/merge_parts.cu.
+// Four lanes fill a sector of 32 bytes.
 template <int OUTPUTS>
 __device__ void write_part(const ForwardParams& p, const Unit& unit, const PartialRows& partial,
                            i32 flat, const float (&factor)[2], const float (&output)[OUTPUTS]) {

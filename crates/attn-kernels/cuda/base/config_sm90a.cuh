@@ -17,7 +17,7 @@
 #if !defined(ATTN_CONSUMERS) || !defined(ATTN_BLOCK_N) || !defined(ATTN_STAGES) || \
     !defined(ATTN_QUERY_STAGES) || !defined(ATTN_PACKED) || !defined(ATTN_PARTS)
 #error \
-    "ATTN_CONSUMERS, ATTN_BLOCK_N, ATTN_STAGES, ATTN_QUERY_STAGES, ATTN_PACKED and ATTN_PARTS: expected the block"
+    "ATTN_CONSUMERS, ATTN_BLOCK_N, ATTN_STAGES, ATTN_QUERY_STAGES, ATTN_PACKED, ATTN_PARTS: expected the block"
 #endif
 
 namespace attn::config {
