@@ -338,6 +338,9 @@ pub struct KernelDesc {
     /// Most pairs of a sequence and a KV head, and tiles of their rows, for each multiprocessor, which it is worth a block of
     /// its own; with more of them, of few keys, a kernel after it is faster. `None` is no limit.
     pub most_units: Option<usize>,
+    /// Whether a kernel of tiles of query rows divides the keys of a sequence, too, where rows alone would leave a device idle
+    /// and where [`Options::num_splits`](crate::Options::num_splits) says so. Kernels of [`Family::Decode`] always do.
+    pub divides_keys: bool,
     /// What it can be asked for.
     pub features: Features,
     /// What it must be asked for: a kernel of such calls alone.

@@ -16,6 +16,8 @@
 //! | `cpu_prefill` | cpu | prefill | f32 f16 bf16 e4m3 | as q, or fp8 | any | any | |
 //! | `cpu_backward` | cpu | backward | f32 f16 bf16 | as q | any | any | paged or fp8 cache |
 //!
+//! Decode kernels divide the keys of a sequence, and so does `cuda_prefill_sm90a` where rows alone leave the device idle.
+//!
 //! The output has the type of the queries, bf16 where these are e4m3.
 //!
 //! Every kernel gives equal bits for equal calls, whatever the number of threads. The tiled CUDA kernels want rows
@@ -128,6 +130,7 @@ const CATALOG: &[KernelDesc] = &[
         name: "cuda_prefill_sm90a",
         q_dtypes: &[DType::F16, DType::BF16, DType::F8E4M3],
         kv_dtypes: &[DType::F16, DType::BF16, DType::F8E4M3],
+        divides_keys: true,
         // Instructions of Hopper alone.
         min_compute: Some((9, 0)),
         max_compute: Some((9, 0)),
@@ -198,6 +201,7 @@ const CUDA_PREFILL: KernelDesc = KernelDesc {
     value_dims: TILED_DIMS,
     max_query_rows: None,
     most_units: None,
+    divides_keys: false,
     // Rows are copied in pieces of 16 bytes.
     features: TILED.without(Feature::UnalignedPages),
     requires: Features::NONE,
@@ -223,6 +227,7 @@ const CPU_PREFILL: KernelDesc = KernelDesc {
     value_dims: DimRule::ANY,
     max_query_rows: None,
     most_units: None,
+    divides_keys: false,
     features: FORWARD,
     requires: Features::NONE,
     min_compute: None,

@@ -9,12 +9,13 @@ use attn_core::{
     Split, Tile,
 };
 
-use crate::{backward, decode, general, prefill};
+use crate::{backward, decode, general, heuristics, prefill};
 
 /// A problem on a machine, with what is computed once for all candidates.
 pub(crate) struct Call<'a> {
     pub(crate) problem: &'a Problem,
     pub(crate) caps: &'a DeviceCaps,
+    catalogue: &'a [KernelDesc],
     required: Features,
 }
 
@@ -37,8 +38,12 @@ pub(crate) struct Fit {
 }
 
 impl<'a> Call<'a> {
-    pub(crate) fn new(problem: &'a Problem, caps: &'a DeviceCaps) -> Self {
-        Self { problem, caps, required: Features::required_by(problem) }
+    pub(crate) fn new(
+        problem: &'a Problem,
+        caps: &'a DeviceCaps,
+        catalogue: &'a [KernelDesc],
+    ) -> Self {
+        Self { problem, caps, catalogue, required: Features::required_by(problem) }
     }
 
     pub(crate) fn options(&self) -> &'a Options {
@@ -57,6 +62,19 @@ impl<'a> Call<'a> {
             Family::General => general::fit(self, kernel),
             Family::Backward => backward::fit(self, kernel),
         }
+    }
+
+    /// Whether a device has a kernel for the call that divides keys as `kernel` does, and whose tiles of query rows a
+    /// sequence's rows fill.
+    pub(crate) fn has_row_tiles_beside(&self, kernel: &KernelDesc) -> bool {
+        self.catalogue.iter().any(|other| {
+            let is_rival = other.engine == kernel.engine && other.family == Family::Prefill;
+            is_rival
+                && other.divides_keys
+                && self
+                    .judge(other, Standard::Fastest)
+                    .is_ok_and(|fit| heuristics::fills_row_tile(self.problem, fit.tile))
+        })
     }
 
     fn check_caller(&self, kernel: &KernelDesc) -> Result<(), Refusal> {

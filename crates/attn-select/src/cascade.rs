@@ -9,7 +9,7 @@ use std::fmt;
 
 use attn_core::{
     Bytes, Cascade, CascadePlan, DeviceCaps, Engine, Family, KernelDesc, Plan, Problem,
-    ProblemSpec, SharedPrefix, ValueStorage,
+    ProblemSpec, SharedPrefix, Split, ValueStorage,
 };
 
 use crate::choose::choose;
@@ -265,6 +265,9 @@ fn part_rows(whole: &Cascade, caps: &DeviceCaps, catalogue: &[KernelDesc]) -> Op
 }
 
 fn divides_any_rows(plan: &Plan, catalogue: &[KernelDesc]) -> bool {
+    if plan.family == Family::Prefill {
+        return plan.split != Split::Whole;
+    }
     let kernel = catalogue.iter().find(|kernel| kernel.name == plan.kernel);
     kernel.is_some_and(|kernel| kernel.family == Family::Decode && kernel.max_query_rows.is_none())
 }
@@ -332,7 +335,8 @@ impl fmt::Display for CascadeExplanation<'_> {
 #[cfg(test)]
 mod tests {
     use attn_core::{
-        CacheLayout, CudaCaps, DType, DimRule, Features, HostCaps, KvStorage, PageOrder, Tile,
+        CacheLayout, CudaCaps, DType, DimRule, Features, HostCaps, KvStorage, PageOrder, Split,
+        Tile,
     };
 
     use super::*;
@@ -348,6 +352,7 @@ mod tests {
             value_dims: DimRule::ANY,
             max_query_rows: rows,
             most_units: None,
+            divides_keys: false,
             features: Features::ALL,
             requires: Features::NONE,
             min_compute: None,
@@ -388,6 +393,21 @@ mod tests {
             .map(|&(start, end, tokens)| SharedPrefix { sequences: start..end, tokens })
             .collect();
         choose_cascade(problem, &prefixes, &caps(), &CATALOGUE).expect("planned")
+    }
+
+    #[test]
+    fn prefix_rows_stay_whole_under_a_kernel_that_divides_their_keys() {
+        let [few, many] = CATALOGUE;
+        let tiles: attn_core::Tiles = |_| &[Tile { q: 128, kv: 128 }];
+        let catalogue = [few, KernelDesc { divides_keys: true, tiles, ..many }];
+        let sixteen = problem(&[8200; 16], 4, |_| ());
+        let prefixes = [SharedPrefix { sequences: 0..16, tokens: 8192 }];
+        let choice = choose_cascade(&sixteen, &prefixes, &caps(), &catalogue).expect("planned");
+        let CascadeChoice::Cascade { plan, .. } = choice else {
+            panic!("it saves 15 readings of 32 MiB");
+        };
+        assert_eq!((plan.prefix().kernel, plan.cascade().parts().len()), ("many", 1));
+        assert_eq!(plan.prefix().split, Split::Chunks(512));
     }
 
     #[test]

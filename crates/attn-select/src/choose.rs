@@ -27,7 +27,7 @@ pub fn choose(
     caps: &DeviceCaps,
     catalogue: &[KernelDesc],
 ) -> Result<Plan, Error> {
-    let call = Call::new(problem, caps);
+    let call = Call::new(problem, caps, catalogue);
     pick(&call, catalogue, Standard::Fastest)
         .or_else(|_| pick(&call, catalogue, Standard::Possible))
         .map_err(|rejects| Error::Unsupported { rejects })

@@ -31,6 +31,18 @@ pub(crate) fn fit(
         let why = "a tile of query rows reads these keys once for all rows; dividing the keys gains nothing";
         return Err(Refusal::Slower(why));
     }
+    // 128 rows of a group meet each key 128 times, more than instructions of single warps multiply while it is read: eight
+    // rows under 16 heads took 1.7 to 2.6 times as long as one, on an H200 (benches/notes/cuda-decode.md).
+    if standard == Standard::Fastest
+        && !is_forced
+        && !is_special
+        && kernel.engine == Engine::Cuda
+        && call.has_row_tiles_beside(kernel)
+    {
+        let why =
+            "a group's rows fill a tile of query rows, of a kernel that divides the keys, too";
+        return Err(Refusal::Slower(why));
+    }
     let reason = match (is_forced, is_natural) {
         (true, _) => "the caller asked for a decode kernel",
         (false, _) if is_special => {

@@ -279,13 +279,7 @@ pub fn device_decode_split(
         return INVARIANT;
     }
     let lengths = problem.lengths();
-    let left = problem.band().left;
-    // Keys that a sequence visits: its window bounds them however long it is.
-    let visited = |sequence: usize| {
-        let (q_len, kv_len) = (lengths.q(sequence), lengths.kv(sequence));
-        if q_len == 0 { 0 } else { left.map_or(kv_len, |l| kv_len.min(l.saturating_add(q_len))) }
-    };
-    let keys = (0..lengths.batch()).map(visited);
+    let keys = (0..lengths.batch()).map(|sequence| visited_by(problem, sequence));
     let (total, longest) =
         keys.fold((0usize, 0), |(sum, most), n| (sum.saturating_add(n), most.max(n)));
     let tiles = flat_rows(problem).div_ceil(tile.q.max(1)).saturating_mul(problem.kv_heads());
@@ -313,6 +307,84 @@ pub fn device_decode_split(
         return Split::Parts(whole_clusters(parts, most / units.max(1)));
     }
     Split::Chunks(step(longest.div_ceil(parts)))
+}
+
+/// Keys that the rows of a sequence visit: its window bounds them however long it is.
+fn visited_by(problem: &Problem, sequence: usize) -> usize {
+    let lengths = problem.lengths();
+    let (q_len, kv_len) = (lengths.q(sequence), lengths.kv(sequence));
+    match problem.band().left {
+        _ if q_len == 0 => 0,
+        None => kv_len,
+        Some(left) => kv_len.min(left.saturating_add(q_len)),
+    }
+}
+
+/// Fewest flat rows of a sequence for which a tile of 128 is worth its empty half.
+const WIDE_ROWS: usize = 64;
+
+/// Whether the rows of the longest sequence fill half of a tile of a kernel of row tiles, or more, the heads of a group
+/// side by side: a kernel puts them into one tile where they divide it.
+pub(crate) fn fills_row_tile(problem: &Problem, tile: Tile) -> bool {
+    flat_rows(problem) >= WIDE_ROWS && tile.q.is_multiple_of(problem.group().max(1))
+}
+
+/// Query rows of a sequence that are as few as a decode step's.
+const STEP_ROWS: usize = 16;
+
+/// Fewest keys of a part of the few rows of a step, which are one or two tiles.
+const STEP_PART: usize = 128;
+
+/// Fewest keys of a part of more rows, whose partial results are as many more.
+const CHUNK_PART: usize = 512;
+
+/// Keys that parts must save the longest sequence: a tile of 128 rows meets about a hundred in a microsecond, and the join
+/// takes two or three of these.
+const SAVED_KEYS: usize = 256;
+
+/// How a device kernel of row tiles divides the keys that a sequence sees: as the caller asked, or so that the blocks fill
+/// the device once; not at all where rows are as many as keys, where tiles of rows fill the device alone, and where a
+/// sequence's bits must not depend on its batch.
+///
+/// As [`device_decode_split`] all parts have one length, that of the whole batch's keys, once for each tile of rows, over the
+/// blocks that run at once; but a launch of its own joins them, so that there may be any number.
+#[must_use]
+pub fn device_prefill_split(
+    kernel: &KernelDesc,
+    problem: &Problem,
+    tile: Tile,
+    device: &CudaCaps,
+) -> Split {
+    if !kernel.divides_keys {
+        return Split::Whole;
+    }
+    if let Some(parts) = problem.options().num_splits {
+        return Split::Parts(parts);
+    }
+    if problem.options().batch_invariant || !has_many_keys_a_row(problem) {
+        return Split::Whole;
+    }
+    let lengths = problem.lengths();
+    let rows = tile.q.max(1);
+    // Tiles of rows of a sequence, of all heads: of one head, or of the heads of a group side by side.
+    let tiles = |sequence: usize| {
+        let (q_len, group) = (lengths.q(sequence), problem.group().max(1));
+        let alone = q_len.div_ceil(rows).saturating_mul(problem.q_heads());
+        let packed = q_len.saturating_mul(group).div_ceil(rows).saturating_mul(problem.kv_heads());
+        if rows.is_multiple_of(group) { packed.min(alone) } else { alone }
+    };
+    let (mut work, mut longest) = (0usize, 0);
+    for sequence in 0..lengths.batch() {
+        let keys = visited_by(problem, sequence);
+        work = work.saturating_add(keys.saturating_mul(tiles(sequence)));
+        longest = longest.max(keys);
+    }
+    let step = tile.kv.max(1);
+    let least = if lengths.longest_q() <= STEP_ROWS { STEP_PART } else { CHUNK_PART };
+    let whole_tiles = |keys: usize| keys.max(least).div_ceil(step).saturating_mul(step);
+    let even = whole_tiles(work.div_ceil((device.sm_count as usize).max(1)));
+    let part = whole_tiles(longest.div_ceil((longest / even.max(1)).max(1)));
+    if part.saturating_add(SAVED_KEYS) > longest { Split::Whole } else { Split::Chunks(part) }
 }
 
 /// About as many parts that make whole clusters, whose sizes are powers of two; as many where there is no room for more than
@@ -423,6 +495,7 @@ mod tests {
             value_dims: DimRule::ANY,
             max_query_rows: Some(16),
             most_units,
+            divides_keys: false,
             features: Features::ALL,
             requires: Features::NONE,
             min_compute: None,
@@ -477,6 +550,41 @@ mod tests {
         assert_eq!(split(None, HALF), Split::Chunks(2048));
         assert_eq!(split(None, WHOLE), Split::Chunks(4096));
         assert_eq!(split(Some(1), HALF), Split::Parts(2));
+    }
+
+    #[test]
+    fn prefill_split_fills_the_device_where_rows_leave_it_idle() {
+        let tile = Tile { q: 128, kv: 128 };
+        let kernel = KernelDesc { divides_keys: true, ..kernel(None) };
+        let with = |q: &[usize], kv: &[usize], heads, edit: fn(&mut ProblemSpec)| {
+            let mut spec = ProblemSpec::new(DType::BF16, heads, 1, 128, q, kv);
+            edit(&mut spec);
+            let problem = Problem::new(spec).expect("valid");
+            device_prefill_split(&kernel, &problem, tile, &DEVICE)
+        };
+        let split = |q: &[usize], kv: &[usize], heads| with(q, kv, heads, |_| ());
+        // One tile of 128 rows: 132 parts at most, of one tile of keys at least.
+        assert_eq!(split(&[8], &[1024], 16), Split::Chunks(128));
+        assert_eq!(split(&[8], &[384], 16), Split::Chunks(128));
+        assert_eq!(split(&[8], &[383], 16), Split::Whole);
+        assert_eq!(split(&[8], &[32768], 16), Split::Chunks(256));
+        assert_eq!(split(&[8], &[1 << 20], 16), Split::Chunks(8192));
+        // 66 tiles are half of the device, 67 more than that.
+        assert_eq!(split(&[8; 66], &[4096; 66], 16), Split::Chunks(2048));
+        assert_eq!(split(&[8; 67], &[4096; 67], 16), Split::Whole);
+        // More rows leave more to join.
+        assert_eq!(split(&[128], &[8192], 8), Split::Chunks(512));
+        assert_eq!(split(&[64], &[1024], 2), Split::Chunks(512));
+        assert_eq!(split(&[64], &[1000], 2), Split::Whole);
+        // A prompt's own keys are a triangle.
+        assert_eq!(split(&[1024], &[1024], 2), Split::Whole);
+        // One long sequence among short ones.
+        assert_eq!(split(&[8, 8, 8], &[100, 65536, 100], 16), Split::Chunks(512));
+        // A group that makes no tile has a tile for each head.
+        assert_eq!(split(&[8], &[65536], 12), Split::Chunks(6656));
+        assert_eq!(with(&[8], &[65536], 16, |s| s.window_left = Some(100)), Split::Whole);
+        assert_eq!(with(&[8], &[900], 16, |s| s.options.num_splits = Some(5)), Split::Parts(5));
+        assert_eq!(with(&[8], &[9000], 16, |s| s.options.batch_invariant = true), Split::Whole);
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! Forward kernels that divide the work by query rows.
 //!
+//! Some divide the keys, too, where the rows alone would leave a device idle.
+//!
 //! The invariant: this family takes every shape. It is the last resort of the forward pass, so it never
 //! steps aside for speed.
 
@@ -7,6 +9,10 @@ use attn_core::{Bytes, Engine, KernelDesc, Phase, Refusal, Split};
 
 use crate::candidate::{Call, Fit};
 use crate::heuristics;
+
+/// Why a kernel of row tiles has keys in parts.
+const DIVIDED: &str = "tiles of query rows that are fewer than the device has room for meet many keys, which are divided \
+                       among blocks and joined";
 
 pub(crate) fn fit(call: &Call<'_>, kernel: &KernelDesc) -> Result<Fit, Refusal> {
     let (problem, host) = (call.problem, &call.caps.host);
@@ -20,7 +26,10 @@ pub(crate) fn fit(call: &Call<'_>, kernel: &KernelDesc) -> Result<Fit, Refusal> 
     match (kernel.engine, &call.caps.cuda) {
         (Engine::Cuda, Some(device)) => {
             let (tile, shared_memory) = heuristics::device_tile(kernel, problem, device)?;
-            Ok(Fit { tile, split: Split::Whole, shared_memory, reason })
+            let split = heuristics::device_prefill_split(kernel, problem, tile, device);
+            let is_own_choice = call.options().phase.is_none() && !call.options().batch_invariant;
+            let reason = if split != Split::Whole && is_own_choice { DIVIDED } else { reason };
+            Ok(Fit { tile, split, shared_memory, reason })
         }
         _ => {
             let tile = heuristics::prefill_tile(problem, host);

@@ -54,6 +54,7 @@ const fn kernel(name: &'static str, engine: Engine, family: Family) -> KernelDes
             Family::Prefill | Family::General | Family::Backward => None,
         },
         most_units: None,
+        divides_keys: false,
         features,
         requires: Features::NONE,
         min_compute: None,
@@ -228,6 +229,82 @@ fn prefill_accepts_a_forced_single_row() {
 fn prefill_is_outranked_by_decode() {
     let why = refusal(&spec(&[1], &[4096]), &host(), "host_prefill");
     assert_eq!(why, Refusal::Outranked { by: "host_decode" });
+}
+
+/// A device whose kernel of row tiles divides keys, too.
+fn with_parts() -> Vec<KernelDesc> {
+    let tiles: attn_core::Tiles = |_| &[Tile { q: 128, kv: 128 }];
+    let divides =
+        KernelDesc { divides_keys: true, tiles, ..device_kernel("parts", Family::Prefill, (9, 0)) };
+    let mut catalogue = CATALOGUE.to_vec();
+    catalogue.insert(1, divides);
+    catalogue
+}
+
+#[test]
+fn few_rows_take_the_tiles_that_their_group_fills() {
+    let h = machine((9, 0), 227 << 10);
+    let catalogue = with_parts();
+    for (heads, rows, keys, expected) in [
+        // Flat rows: 16 to 56 leave more than half of a tile empty.
+        ((16, 1), 1, 8192, "device_decode"),
+        ((8, 2), 15, 8192, "device_decode"),
+        ((8, 8), 16, 8192, "device_decode"),
+        ((8, 2), 16, 8192, "parts"),
+        ((16, 1), 4, 8192, "parts"),
+        ((16, 1), 8, 300, "parts"),
+        ((128, 1), 1, 8192, "parts"),
+        // No tile of 128 has whole positions of such a group.
+        ((12, 1), 8, 8192, "device_decode"),
+        ((8, 2), 17, 8192, "parts"),
+        ((8, 2), 200, 8192, "parts"),
+    ] {
+        let mut spec = spec(&[rows; 2], &[keys; 2]);
+        (spec.q_heads, spec.kv_heads) = heads;
+        let problem = Problem::new(spec.clone()).expect("valid");
+        let plan = choose(&problem, &h, &catalogue).expect("taken");
+        assert_eq!(plan.kernel, expected, "{heads:?} {rows}: {}", explain(&plan));
+        if expected == "parts" {
+            assert_eq!(plan.split != Split::Whole, keys > 1000, "{}", explain(&plan));
+        }
+        // Where the kernel of row tiles cannot run the call, it is no reason to step aside.
+        for without in [true, false] {
+            let mut spec = spec.clone();
+            if without {
+                spec.options.disabled_kernels = vec!["parts".to_owned()];
+            } else {
+                spec.options.phase = Some(Phase::Decode);
+            }
+            let problem = Problem::new(spec).expect("valid");
+            if rows <= 16 && keys > 1000 {
+                let plan = choose(&problem, &h, &catalogue).expect("taken");
+                assert_eq!(plan.kernel, "device_decode", "{}", explain(&plan));
+            }
+        }
+    }
+}
+
+#[test]
+fn plan_of_few_rows_says_why_its_keys_are_divided() {
+    let mut spec = spec(&[8], &[8192]);
+    (spec.q_heads, spec.kv_heads) = (16, 1);
+    let h = machine((9, 0), 227 << 10);
+    let text = |spec: &ProblemSpec| {
+        let problem = Problem::new(spec.clone()).expect("valid");
+        explain(&choose(&problem, &h, &with_parts()).expect("taken")).to_string()
+    };
+    let own = text(&spec);
+    assert!(own.starts_with("parts (cuda, prefill): tiles of query rows that are fewer"), "{own}");
+    assert!(own.contains("keys chunks of 128 keys"), "{own}");
+    assert!(own.contains("device_decode: a group's rows fill a tile of query rows"), "{own}");
+    spec.options.num_splits = Some(3);
+    assert!(text(&spec).contains("keys 3 parts"));
+    spec.options.batch_invariant = true;
+    assert!(text(&spec).contains("keys 3 parts"));
+    spec.options.num_splits = None;
+    let invariant = text(&spec);
+    assert!(invariant.starts_with("parts (cuda, prefill): takes any number"), "{invariant}");
+    assert!(invariant.contains("keys whole"), "{invariant}");
 }
 
 #[test]

@@ -86,7 +86,7 @@ impl CudaEngine {
     /// sequences, are not used.
     ///
     /// # Errors
-    /// [`Error::Plan`] for a kernel that does not divide keys; [`Error::Call`] for keys that are not in pages, since other rows
+    /// [`Error::Plan`] for a kernel of another family than decode, for which a problem can ask (`Options::phase`); [`Error::Call`] for keys that are not in pages, since other rows
     /// move when a sequence grows; else as [`CudaEngine::prepare`]. The workspace is as it was then.
     pub fn growing(
         &self,
