@@ -66,6 +66,13 @@ impl Selection {
                 attempts.push(Attempt { family, label: family.to_owned(), plan });
             }
         }
+        for kernel in self.prefills().filter(|kernel| kernel.divides_keys) {
+            for &parts in runs.parts {
+                let (family, plan) =
+                    (family_of(kernel.name), self.only(problem, kernel, Some(parts)));
+                attempts.push(Attempt { family, label: format!("{family} in {parts}"), plan });
+            }
+        }
         let required = Features::required_by(problem);
         for kernel in self.decodes() {
             // A kernel of one kind of storage is no way to run another.
@@ -80,7 +87,7 @@ impl Selection {
             }
         }
         if runs.tiles {
-            attempts.extend(self.tiles(problem));
+            attempts.extend(self.tiles(problem, runs.parts));
         }
         attempts
     }
@@ -98,16 +105,22 @@ impl Selection {
         }
     }
 
-    /// A plan for every tile that a block has room for, in one part and in several.
-    fn tiles(&self, problem: &Problem) -> Vec<Attempt> {
+    /// A plan for every tile that a block has room for, in one part and in several, which of kernels of row tiles are
+    /// `parts`.
+    fn tiles(&self, problem: &Problem, parts: &[usize]) -> Vec<Attempt> {
         let mut attempts = Vec::new();
         let room =
             self.caps.cuda.as_ref().map_or(attn_core::Bytes::ZERO, |cuda| cuda.smem_per_block);
         for kernel in self.catalogue.iter().filter(|kernel| kernel.name != NAIVE) {
             let family = family_of(kernel.name);
-            let splits: &[Option<usize>] =
-                if kernel.family == Family::Decode { &[Some(1), Some(3)] } else { &[None] };
-            for &splits in splits {
+            let splits = match kernel.family {
+                Family::Decode => vec![Some(1), Some(3)],
+                _ if kernel.divides_keys => {
+                    [None].into_iter().chain(parts.iter().copied().map(Some)).collect()
+                }
+                _ => vec![None],
+            };
+            for splits in splits {
                 let Some(plan) = self.only(problem, kernel, splits) else {
                     continue;
                 };

@@ -53,6 +53,7 @@ const RUNS: Runs = Runs {
     chosen: true,
     naive: false,
     prefill: true,
+    parts: &[7],
     splits: &[None, Some(1), Some(7), Some(16)],
     tiles: false,
 };

@@ -55,9 +55,14 @@ struct Way {
 }
 
 impl Way {
-    /// By each kernel of a family that the device has, for any storage.
+    /// By each kernel of a family that the device has, for any storage, and that divides keys where these are split.
     fn all(selection: &Selection, family: Family, splits: Option<usize>) -> Vec<Self> {
-        let kernels = selection.kernels(family).filter(|kernel| kernel.requires == Features::NONE);
+        let divides =
+            |kernel: &&KernelDesc| kernel.family != Family::Prefill || kernel.divides_keys;
+        let kernels = selection
+            .kernels(family)
+            .filter(|kernel| kernel.requires == Features::NONE)
+            .filter(|kernel| splits.is_none() || divides(kernel));
         kernels.map(|kernel| Self { kernel, splits }).collect()
     }
 
@@ -98,7 +103,7 @@ impl fmt::Display for Way {
 }
 
 /// Calls whose bits are compared: some of each family, split ones among them.
-fn calls() -> [(Case, Family, Option<usize>); 8] {
+fn calls() -> [(Case, Family, Option<usize>); 11] {
     let prompt =
         || Case::new("modes/prompt", BF16, (4, 2), 128, &[130, 40], &[300, 40]).causal().sinks();
     let step = || {
@@ -107,6 +112,10 @@ fn calls() -> [(Case, Family, Option<usize>); 8] {
     };
     let masked = Case::new("modes/masked", BF16, (4, 2), 64, &[70], &[200]);
     let cached = Case::new("modes/cached", BF16, (4, 1), 128, &[2, 1], &[513, 129]);
+    let wide = |q: [usize; 2], k: [usize; 2]| {
+        let name = format!("modes/wide_{}", q[1]);
+        Case::new(name, BF16, (16, 1), 128, &q, &k).causal().sinks().paged(Nhd, 16)
+    };
     let latent = || {
         let case = Case::new("modes/latent", BF16, (71, 1), 576, &[2, 1, 1], &[700, 65, 1000]);
         case.value_dim(512).causal().paged(Nhd, 16).latent()
@@ -116,6 +125,10 @@ fn calls() -> [(Case, Family, Option<usize>); 8] {
         (masked.mask("hqk", Hiding::Some).softcap(10.0).alibi(), Family::Prefill, None),
         (step(), Family::Decode, Some(1)),
         (step(), Family::Decode, Some(7)),
+        // Equal sequences in parts, unequal ones, and more parts than a warp joins at once.
+        (wide([8, 8], [900, 900]), Family::Prefill, Some(3)),
+        (wide([8, 3], [1500, 77]), Family::Prefill, Some(3)),
+        (wide([8, 3], [1500, 77]), Family::Prefill, Some(40)),
         (cached.fp8(F8E4M3, Scales::PerHead).paged(Hnd, 16), Family::Decode, Some(4)),
         (prompt(), Family::General, None),
         (latent(), Family::Decode, Some(1)),
@@ -144,6 +157,7 @@ pub(super) fn judge(judge: &mut Judge<'_>, tallies: &mut Tallies) {
     }
     let paged = [
         (Family::Prefill, None),
+        (Family::Prefill, Some(5)),
         (Family::Decode, Some(1)),
         (Family::Decode, Some(5)),
         (Family::General, None),
@@ -159,8 +173,11 @@ pub(super) fn judge(judge: &mut Judge<'_>, tallies: &mut Tallies) {
     if judge.is_small {
         return;
     }
-    for family in [Family::Prefill, Family::Decode] {
-        for way in Way::all(&judge.selection, family, None) {
+    // Parts that a caller states are by a sequence's own length.
+    for (family, splits) in
+        [(Family::Prefill, None), (Family::Prefill, Some(3)), (Family::Decode, None)]
+    {
+        for way in Way::all(&judge.selection, family, splits) {
             let is_invariant = way.kernel.features.contains(Feature::BatchInvariant);
             for mates in Mates::ALL.into_iter().filter(|_| is_invariant) {
                 let name = format!("modes/batch_invariance: {mates} by {way}");
@@ -450,6 +467,10 @@ mod tests {
         {
             let ways = Way::all(selection, Family::Prefill, None);
             assert_eq!(ways.iter().map(Way::to_string).collect::<Vec<_>>(), prefills);
+            let in_parts = Way::all(selection, Family::Prefill, Some(3));
+            let in_parts: Vec<_> = in_parts.iter().map(Way::to_string).collect();
+            let expected = if prefills.len() == 1 { &[][..] } else { &["prefill_sm90a in 3"] };
+            assert_eq!(in_parts, expected);
             let mates = Mates::ALL.map(|mates| mates.case(&[9, 70, 200], &[40, 777, 3000]));
             let prompts = mates.into_iter().map(|case| (case, Family::Prefill, None));
             for (case, family, splits) in calls().into_iter().chain(prompts) {
@@ -457,7 +478,10 @@ mod tests {
                 let ways = Way::of(selection, &case, family, splits);
                 // Latent caches have a kernel of their own on a Hopper alone.
                 let is_latent = case.recipe.pages.is_some_and(|pages| pages.latent);
-                assert!(!ways.is_empty() || is_latent && prefills.len() == 1);
+                // As keys in parts under row tiles have.
+                let is_divided = family == Family::Prefill && splits.is_some();
+                let may_lack = (is_latent || is_divided) && prefills.len() == 1;
+                assert!(!ways.is_empty() || may_lack);
                 for way in ways {
                     let plan = way.plan(selection, &problem).unwrap();
                     assert_eq!(plan.kernel, way.kernel.name, "{}", case.name);

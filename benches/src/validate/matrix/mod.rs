@@ -8,6 +8,7 @@
 mod clusters;
 mod fp8;
 mod latent;
+mod parts;
 mod small;
 
 use attn_core::DType::{BF16, F8E4M3, F8E5M2, F16};
@@ -27,6 +28,8 @@ pub(super) struct Runs {
     pub(super) naive: bool,
     /// Prefill forced.
     pub(super) prefill: bool,
+    /// Prefill forced with keys in so many parts, by kernels that divide them.
+    pub(super) parts: &'static [usize],
     /// Decode forced, where rows are few enough, with these split counts.
     pub(super) splits: &'static [Option<usize>],
     /// Every tile of every kernel, beside those that selection takes.
@@ -35,16 +38,16 @@ pub(super) struct Runs {
 
 impl Runs {
     const NONE: Self =
-        Self { chosen: false, naive: false, prefill: false, splits: &[], tiles: false };
+        Self { chosen: false, naive: false, prefill: false, parts: &[], splits: &[], tiles: false };
     const USUAL: Self =
-        Self { chosen: true, naive: true, prefill: true, splits: FEW, tiles: false };
+        Self { chosen: true, naive: true, prefill: true, splits: FEW, ..Self::NONE };
     const SPLITS: Self = Self { prefill: false, splits: ALL, ..Self::USUAL };
     /// As selection has it, by the naive kernel, and by every tile of those that take it: most kernels take no fp8
     /// queries, and their refusals would be most of what is recorded.
     const FP8: Self = Self { chosen: true, naive: true, tiles: true, ..Self::NONE };
-    const TILES: Self = Self { tiles: true, ..Self::NONE };
+    const TILES: Self = Self { tiles: true, parts: &[3], ..Self::NONE };
     /// Those of the corpus.
-    pub(super) const CORPUS: Self = Self { splits: MANY, ..Self::USUAL };
+    pub(super) const CORPUS: Self = Self { splits: MANY, parts: &[3], ..Self::USUAL };
 }
 
 const FEW: &[Option<usize>] = &[None, Some(1), Some(3), Some(8)];
@@ -99,6 +102,7 @@ pub(super) fn full() -> Vec<Group> {
         group("tiles", Runs::TILES, tiles()),
         group("fp8", Runs::FP8, fp8::fp8()),
         group("clusters", clusters::RUNS, clusters::clusters()),
+        group("parts", parts::RUNS, parts::parts()),
         group("latent", latent::RUNS, latent::latent()),
     ]
 }

@@ -5,7 +5,7 @@
 
 use super::{
     BF16, CACHES, Case, F8E4M3, F16, Group, Hnd, KINDS, Nhd, Placement, Runs, Scales, TYPES,
-    clusters, latent, named, rotate,
+    clusters, latent, named, parts, rotate,
 };
 
 /// The groups of the reduced matrix.
@@ -16,6 +16,7 @@ pub(in crate::validate) fn small() -> Vec<Group> {
         group("small_decode", Runs { splits: &[Some(3)], ..Runs::NONE }, decode()),
         group("small_clusters", clusters::RUNS, clusters::few()),
         group("small_latent", Runs { splits: &[None, Some(2)], ..Runs::NONE }, latent::few()),
+        group("small_parts", Runs { parts: &[3], ..Runs::NONE }, parts::few()),
         group("small_naive", Runs { naive: true, ..Runs::NONE }, naive()),
     ]
 }
