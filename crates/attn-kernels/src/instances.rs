@@ -300,6 +300,7 @@ pub fn representatives() -> Vec<Instance> {
         Kind::prefill(BF16, 128),
         Kind { is_paged: true, is_general: true, ..Kind::prefill(F16, 64) },
         Kind::hopper(BF16, (128, 128), ROWS_128_LONG),
+        Kind { has_parts: true, ..Kind::hopper(BF16, (128, 128), ROWS_128_LONG) },
         Kind::hopper(E4M3, (128, 128), ROWS_192_FP8),
         Kind { kv_dtype: E4M3, ..Kind::decode(BF16, 128, ROWS_16) },
         Kind { entry: Entry::DecodeSm90a, ..Kind::decode(BF16, 128, ROWS_16_HOPPER) },

@@ -6,7 +6,7 @@
 
 use super::{
     BF16, Case, F8E4M3, F16, Hiding, Hnd, KINDS, Nhd, Pattern, Placement, Runs, Scales, TYPES,
-    named, rotate,
+    rotate,
 };
 
 /// Two parts, three that end anywhere, and more than one warp joins.

@@ -7,7 +7,8 @@
 // are not wide f32 sums for dQ, SUM_STRIDE of each consumer; f32 log-sum-exps [QUERY_STAGES,
 // BLOCK_M] and row sums of dO * O [GRADIENT_STAGES, BLOCK_M]; barriers of 8 bytes: keys, values,
 // queries full, empty [QUERY_STAGES], gradients full, empty [GRADIENT_STAGES]. The full barriers
-// have one arrival, the producer's, and count bytes; the empty ones have one of each consumer.
+// have one arrival, the producer's, and count bytes; the empty ones have one of each
+// thread of the consumers.
 
 #pragma once
 
