@@ -407,6 +407,8 @@ fn shared_table(
 
 #[cfg(test)]
 mod tests {
+    use attn_core::Split;
+
     use super::*;
 
     #[test]
@@ -441,8 +443,9 @@ mod tests {
                     attn_select::plan_cascade(&problem, &prefixes, &caps, Gpu::catalogue());
                 let (plan, reads) = planned.unwrap().unwrap();
                 assert!(reads.cascade < reads.plain, "{prefix} x {group}");
-                // Of so few rows a prefill kernel leaves most of the device idle.
-                assert!(plan.cascade().prefix().lengths().longest_q() <= 16);
+                // Of so few rows a prefill kernel leaves most of the device idle, unless it divides their keys.
+                let rows = plan.cascade().prefix().lengths().longest_q();
+                assert!(rows <= 16 || plan.prefix().split != Split::Whole, "{prefix} x {group}");
             }
         }
     }

@@ -317,8 +317,7 @@ pub(super) mod tests {
             }
         }
         // Each takes most of a second of a processor to compile.
-        eprintln!("COUNT {} instances, {calls} calls", instances.len());
-        assert!(instances.len() < 720, "{} instances", instances.len());
+        assert!(instances.len() < 800, "{} instances", instances.len());
     }
 
     #[test]
