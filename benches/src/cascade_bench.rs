@@ -121,7 +121,8 @@ pub(crate) fn run(args: &Args) -> Result<(), BenchError> {
     last
 }
 
-fn parse_heads(text: &str) -> Result<[usize; 3], BenchError> {
+/// Query heads, KV heads and a dimension, as in 32.8.128.
+pub(crate) fn parse_heads(text: &str) -> Result<[usize; 3], BenchError> {
     let wrong = || BenchError::Heads(text.to_owned());
     let numbers: Result<Vec<usize>, _> = text.split('.').map(str::parse).collect();
     numbers.map_err(|_| wrong())?.try_into().map_err(|_| wrong())
@@ -377,9 +378,7 @@ fn named(plan: &Plan) -> String {
 /// The relative error over all elements.
 fn relative_error(got: &[bf16], want: &[bf16]) -> f64 {
     let mut error = RelativeError::default();
-    for (&got, &want) in got.iter().zip(want) {
-        error.add(f64::from(got), f64::from(want));
-    }
+    error.add_all(got, want);
     error.value()
 }
 

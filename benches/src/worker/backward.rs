@@ -282,9 +282,7 @@ fn check(
         let got = range.read(gpu, got)?;
         let want: Vec<bf16> = want.to_host(&gpu.stream, got.len()).map_err(text)?;
         let mut error = RelativeError::default();
-        for (got, want) in got.iter().zip(&want) {
-            error.add(f64::from(*got), f64::from(*want));
-        }
+        error.add_all(&got, &want);
         let error = error.within(LIMIT).map_err(|why| format!("{name}: {why}"))?;
         Ok::<_, String>((name, error))
     };

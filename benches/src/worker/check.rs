@@ -29,6 +29,11 @@ impl RelativeError {
         self.size += want.powi(2);
     }
 
+    /// Adds as many elements as both have, in order.
+    pub(crate) fn add_all<T: Copy + Into<f64>>(&mut self, got: &[T], want: &[T]) {
+        got.iter().zip(want).for_each(|(&got, &want)| self.add(got.into(), want.into()));
+    }
+
     pub(crate) fn value(&self) -> f64 {
         (self.difference / self.size).sqrt()
     }

@@ -240,9 +240,7 @@ fn check(
         gpu.engine.forward(&plan, &inputs, &mut outputs, workspace, &gpu.stream).map_err(text)?;
         let want = values(args, gpu, &buffer, 0, elements).map_err(text)?;
         let got = values(args, gpu, output, sequence * elements, elements).map_err(text)?;
-        for (got, want) in got.into_iter().zip(want) {
-            error.add(got, want);
-        }
+        error.add_all(&got, &want);
     }
     error.within(LIMIT)
 }

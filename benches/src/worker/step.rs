@@ -3,7 +3,9 @@
 //! The invariant: both ways are given the same cache, tables and new rows, and leave the same bits in output and cache
 //! before either is timed, by the worker's method ([`super::clock`]).
 
-use attn_core::{CacheLayout, DType, KvStorage, PageOrder, Problem, ProblemSpec, ValueStorage};
+use attn_core::{
+    CacheLayout, DType, KvStorage, PageOrder, Problem, ProblemSpec, Strided, ValueStorage,
+};
 use attn_kernels::Error;
 use attn_kernels::cuda::{
     AppendKv, CacheMut, DeviceBuffer, DeviceTensor, DeviceTensorMut, DeviceView, Inputs, KvTensors,
@@ -15,6 +17,7 @@ use super::clock::{Clock, Pace};
 use super::normals::Normals;
 use super::setup::{Planner, at, normal, rotations, shuffled_pages};
 use super::{WorkerError, say};
+use crate::cascade_bench::parse_heads;
 use crate::device::Gpu;
 
 const PAGE: usize = 16;
@@ -49,11 +52,8 @@ pub(crate) fn run(args: &Args) -> Result<(), WorkerError> {
     let gpu = Gpu::open()?;
     let planner = Planner::from_env(&gpu).map_err(WorkerError::Aid)?;
     for text in &args.heads {
-        let heads: Result<Vec<usize>, _> = text.split('.').map(str::parse).collect();
-        let &[q, kv, dim] = heads.as_deref().unwrap_or_default() else {
-            let expected = format!("heads: expected three numbers as in 32.8.128, got {text}");
-            return Err(WorkerError::Aid(expected));
-        };
+        let [q, kv, dim] =
+            parse_heads(text).map_err(|error| WorkerError::Aid(error.to_string()))?;
         for &batch in &args.batch {
             for &keys in &args.keys {
                 let shape = Shape { heads: [q, kv], dim, batch, keys, rows: args.rows };
@@ -89,6 +89,12 @@ impl Shape {
         self.pages() * PAGE * self.heads[1] * self.dim
     }
 
+    /// The cache of a rotation, in memory of all of them.
+    fn place(&self, field: &'static str, rotation: usize) -> Result<Strided, attn_core::Error> {
+        let shape = [self.pages(), PAGE, self.heads[1], self.dim];
+        at(field, &shape, rotation * self.elements())
+    }
+
     fn layout(&self) -> Result<CacheLayout, attn_core::Error> {
         let value = ValueStorage::Separate(self.dim);
         CacheLayout::contiguous(DTYPE, PageOrder::Nhd, PAGE, self.heads[1], self.dim, value)
@@ -112,17 +118,11 @@ impl Shape {
     }
 }
 
-/// Memory of a step.
+/// Memory of a step: what is read alone, and caches to rotate through.
 #[derive(Debug)]
 struct Tensors {
-    shape: Shape,
-    layout: CacheLayout,
-    q: DeviceBuffer,
-    /// New keys and values.
-    new: [DeviceBuffer; 2],
+    rest: Rest,
     cache: [DeviceBuffer; 2],
-    table: DeviceBuffer,
-    slots: DeviceBuffer,
     rotations: usize,
 }
 
@@ -135,18 +135,61 @@ impl Tensors {
         let new = rows * shape.heads[1] * shape.dim;
         let table = shuffled_pages(shape.pages());
         let slots = shape.slots(&table);
-        Ok(Self {
+        let rest = Rest {
             layout: shape.layout()?,
             q: some(rows * shape.heads[0] * shape.dim)?,
             new: [some(new)?, some(new)?],
-            cache: [some(rotations * shape.elements())?, some(rotations * shape.elements())?],
             table: DeviceBuffer::from_host(&gpu.stream, &table)?,
             slots: DeviceBuffer::from_host(&gpu.stream, &slots)?,
-            rotations,
             shape,
-        })
+        };
+        let cache = [some(rotations * shape.elements())?, some(rotations * shape.elements())?];
+        Ok(Self { rest, cache, rotations })
     }
 
+    /// The call over the cache of a rotation.
+    fn inputs(&self, rotation: usize) -> Result<Inputs<'_>, Error> {
+        let Self { rest, cache: [k, v], .. } = self;
+        let place = |field, buffer| {
+            DeviceTensor::new(field, buffer, DTYPE, rest.shape.place(field, rotation)?)
+        };
+        let kv = KvTensors::Paged {
+            k_cache: place("k_cache", k)?,
+            v_cache: place("v_cache", v)?,
+            block_table: rest.block_table()?,
+            stamp: rest.layout.id(),
+        };
+        Ok(Inputs::new(rest.q()?, kv))
+    }
+
+    /// The cache of a rotation, to be written, beside the rest.
+    fn writable(&mut self, rotation: usize) -> Result<(&Rest, CacheMut<'_>), Error> {
+        let Self { rest, cache: [k, v], .. } = self;
+        let place = |field, buffer| {
+            DeviceTensorMut::new(field, buffer, DTYPE, rest.shape.place(field, rotation)?)
+        };
+        let cache = CacheMut {
+            k_cache: place("k_cache", k)?,
+            v_cache: Some(place("v_cache", v)?),
+            stamp: rest.layout.id(),
+        };
+        Ok((rest, cache))
+    }
+}
+
+/// What a step reads beside the cache.
+#[derive(Debug)]
+struct Rest {
+    shape: Shape,
+    layout: CacheLayout,
+    q: DeviceBuffer,
+    /// New keys and values.
+    new: [DeviceBuffer; 2],
+    table: DeviceBuffer,
+    slots: DeviceBuffer,
+}
+
+impl Rest {
     fn rows<'a>(
         &self,
         field: &'static str,
@@ -157,85 +200,22 @@ impl Tensors {
         DeviceTensor::contiguous(field, buffer, DTYPE, &shape)
     }
 
-    const fn pages_shape(&self) -> [usize; 4] {
-        [self.shape.pages(), PAGE, self.shape.heads[1], self.shape.dim]
+    fn q(&self) -> Result<DeviceTensor<'_>, Error> {
+        self.rows("q", &self.q, self.shape.heads[0])
     }
 
-    fn block_table(&self) -> Result<DeviceView<'_, i32>, Error> {
-        let shape = [self.shape.batch, self.shape.columns()];
-        DeviceView::contiguous("block_table", &self.table, &shape)
-    }
-
-    /// The call over the cache of a rotation.
-    fn inputs(&self, rotation: usize) -> Result<Inputs<'_>, Error> {
-        let place = |field, buffer| {
-            let at = at(field, &self.pages_shape(), rotation * self.shape.elements())?;
-            DeviceTensor::new(field, buffer, DTYPE, at)
-        };
-        let kv = KvTensors::Paged {
-            k_cache: place("k_cache", &self.cache[0])?,
-            v_cache: place("v_cache", &self.cache[1])?,
-            block_table: self.block_table()?,
-            stamp: self.layout.id(),
-        };
-        Ok(Inputs::new(self.rows("q", &self.q, self.shape.heads[0])?, kv))
-    }
-
-    /// The cache of a rotation, to be written, beside the rest.
-    fn writable(&mut self, rotation: usize) -> Result<(Rest<'_>, CacheMut<'_>), Error> {
-        let (shape, start) = (self.pages_shape(), rotation * self.shape.elements());
-        let [k, v] = &mut self.cache;
-        let place =
-            |field, buffer| DeviceTensorMut::new(field, buffer, DTYPE, at(field, &shape, start)?);
-        let cache = CacheMut {
-            k_cache: place("k_cache", k)?,
-            v_cache: Some(place("v_cache", v)?),
-            stamp: self.layout.id(),
-        };
-        let rest = Rest {
-            shape: self.shape,
-            q: &self.q,
-            new: &self.new,
-            table: &self.table,
-            slots: &self.slots,
-        };
-        Ok((rest, cache))
-    }
-}
-
-/// What a step reads beside the cache.
-#[derive(Debug)]
-struct Rest<'a> {
-    shape: Shape,
-    q: &'a DeviceBuffer,
-    new: &'a [DeviceBuffer; 2],
-    table: &'a DeviceBuffer,
-    slots: &'a DeviceBuffer,
-}
-
-impl<'a> Rest<'a> {
-    fn rows(
-        &self,
-        field: &'static str,
-        buffer: &'a DeviceBuffer,
-        heads: usize,
-    ) -> Result<DeviceTensor<'a>, Error> {
-        let shape = [self.shape.batch * self.shape.rows, heads, self.shape.dim];
-        DeviceTensor::contiguous(field, buffer, DTYPE, &shape)
-    }
-
-    fn new_rows(&self) -> Result<[DeviceTensor<'a>; 2], Error> {
+    fn new_rows(&self) -> Result<[DeviceTensor<'_>; 2], Error> {
         let heads = self.shape.heads[1];
         Ok([self.rows("k", &self.new[0], heads)?, self.rows("v", &self.new[1], heads)?])
     }
 
-    fn append(&self) -> Result<AppendKv<'a>, Error> {
+    fn append(&self) -> Result<AppendKv<'_>, Error> {
         let [k, v] = self.new_rows()?;
         let slots = self.shape.batch * self.shape.rows;
         Ok(AppendKv {
             k,
             v: Some(v),
-            slots: DeviceView::contiguous("slots", self.slots, &[slots])?,
+            slots: DeviceView::contiguous("slots", &self.slots, &[slots])?,
             rotary: None,
             k_scale: None,
             v_scale: None,
@@ -243,14 +223,14 @@ impl<'a> Rest<'a> {
         })
     }
 
-    fn call(&self) -> Result<Inputs<'a>, Error> {
+    fn call(&self) -> Result<Inputs<'_>, Error> {
         let [k, v] = self.new_rows()?;
-        Ok(Inputs::dense(self.rows("q", self.q, self.shape.heads[0])?, k, v))
+        Ok(Inputs::dense(self.q()?, k, v))
     }
 
-    fn block_table(&self) -> Result<DeviceView<'a, i32>, Error> {
+    fn block_table(&self) -> Result<DeviceView<'_, i32>, Error> {
         let shape = [self.shape.batch, self.shape.columns()];
-        DeviceView::contiguous("block_table", self.table, &shape)
+        DeviceView::contiguous("block_table", &self.table, &shape)
     }
 }
 
@@ -275,9 +255,8 @@ fn measure(gpu: &Gpu, planner: &Planner, shape: Shape) -> Result<Value, String> 
         engine.forward(&plan, &tensors.inputs(n)?, &mut Outputs { o, lse: None }, w, stream)
     };
     let apart = |tensors: &mut Tensors, n: usize, o: &mut DeviceBuffer, w: &mut Workspace| {
-        let layout = tensors.layout.clone();
         let (rest, mut cache) = tensors.writable(n)?;
-        engine.append_kv(&layout, &rest.append()?, &mut cache, stream)?;
+        engine.append_kv(&rest.layout, &rest.append()?, &mut cache, stream)?;
         attend(tensors, n, o, w)
     };
     let fused = |tensors: &mut Tensors, n: usize, o: &mut DeviceBuffer, w: &mut Workspace| {

@@ -248,10 +248,10 @@ impl BackwardKind {
         let problem = Problem::new(spec).ok()?;
         if self.is_hopper {
             let tile = *hopper::tiles(&problem).first()?;
-            return Some(hopper::instance(&problem, tile));
+            return Some(hopper::config(&problem, tile).into());
         }
         let tile = *backward::tiles(&problem).first()?;
-        Some(backward::instance(&problem, tile))
+        Some(backward::tiled(&problem, tile).into())
     }
 }
 

@@ -67,14 +67,16 @@ impl<'a> Call<'a> {
     /// Whether a device has a kernel for the call that divides keys as `kernel` does, and whose tiles of query rows a
     /// sequence's rows fill.
     pub(crate) fn has_row_tiles_beside(&self, kernel: &KernelDesc) -> bool {
-        self.catalogue.iter().any(|other| {
-            let is_rival = other.engine == kernel.engine && other.family == Family::Prefill;
-            is_rival
-                && other.divides_keys
-                && self
-                    .judge(other, Standard::Fastest)
-                    .is_ok_and(|fit| heuristics::fills_row_tile(self.problem, fit.tile))
-        })
+        // The rows alone rule most calls out, before another kernel is judged.
+        heuristics::has_wide_rows(self.problem)
+            && self.catalogue.iter().any(|other| {
+                let is_rival = other.engine == kernel.engine && other.family == Family::Prefill;
+                is_rival
+                    && other.divides_keys
+                    && self
+                        .judge(other, Standard::Fastest)
+                        .is_ok_and(|fit| heuristics::packs_group(self.problem, fit.tile))
+            })
     }
 
     fn check_caller(&self, kernel: &KernelDesc) -> Result<(), Refusal> {

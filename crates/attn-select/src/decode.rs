@@ -3,7 +3,7 @@
 //! The invariant: this family is taken where rows are few and keys many, where the caller asks for
 //! it, or where nothing else is left; the plan says which of the three it was.
 
-use attn_core::{Bytes, Engine, Features, KernelDesc, Phase, Refusal};
+use attn_core::{Bytes, Engine, Features, KernelDesc, Phase, Refusal, Tile};
 
 use crate::candidate::{Call, Fit, Standard};
 use crate::heuristics;
@@ -56,44 +56,8 @@ pub(crate) fn fit(
     match (kernel.engine, &call.caps.cuda) {
         (Engine::Cuda, Some(device)) => {
             let (tile, shared_memory) = heuristics::device_tile(kernel, problem, device)?;
-            if let Some(most) = kernel.most_units
-                && standard == Standard::Fastest
-            {
-                // How many units a batch has is no business of a sequence whose bits must not depend on it.
-                if call.options().batch_invariant {
-                    if problem.kv_heads() > heuristics::FEW_HEADS {
-                        let why = "parts that no batch mate changes are many, and of several KV heads smaller blocks share \
-                                   them better";
-                        return Err(Refusal::Slower(why));
-                    }
-                    let split = heuristics::device_decode_split(
-                        kernel,
-                        problem,
-                        tile,
-                        shared_memory,
-                        device,
-                    );
-                    return Ok(Fit { tile, split, shared_memory, reason });
-                }
-                let room = most.saturating_mul(device.sm_count as usize);
-                let (units, tiles) = (
-                    heuristics::units(problem),
-                    heuristics::flat_rows(problem).div_ceil(tile.q.max(1)),
-                );
-                // Two waves of blocks that take a multiprocessor each, of few keys: a tenth slower than one of smaller
-                // ones, 32 sequences of 1k keys, 8 KV heads, on an H200; of 8k keys 1 % faster
-                // (benches/notes/cuda-decode.md).
-                if units > room && !heuristics::has_long_keys(problem) {
-                    let why = "more sequences and heads than it has room for at one time; smaller blocks leave less of \
-                               the device waiting";
-                    return Err(Refusal::Slower(why));
-                }
-                // Each tile of rows reads the keys again: from the second-level cache where all run at one time, else
-                // from memory, and bytes are what a decode step is made of.
-                if tiles > 1 && units.saturating_mul(tiles) > room {
-                    let why = "a group's rows do not fit one tile, and each tile would read the keys again";
-                    return Err(Refusal::Slower(why));
-                }
+            if let (Some(most), Standard::Fastest) = (kernel.most_units, standard) {
+                check_room(call, tile, most.saturating_mul(device.sm_count as usize))?;
             }
             let split =
                 heuristics::device_decode_split(kernel, problem, tile, shared_memory, device);
@@ -105,4 +69,33 @@ pub(crate) fn fit(
             Ok(Fit { tile, split, shared_memory: Bytes::ZERO, reason })
         }
     }
+}
+
+/// Refuses what a kernel of whole multiprocessors, of which it has room for so many at one time, is slower with than smaller
+/// blocks.
+fn check_room(call: &Call<'_>, tile: Tile, room: usize) -> Result<(), Refusal> {
+    let problem = call.problem;
+    // How many units a batch has is no business of a sequence whose bits must not depend on it.
+    if call.options().batch_invariant {
+        if problem.kv_heads() > heuristics::FEW_HEADS {
+            let why = "parts that no batch mate changes are many, and of several KV heads smaller blocks share them better";
+            return Err(Refusal::Slower(why));
+        }
+        return Ok(());
+    }
+    let units = heuristics::units(problem);
+    let tiles = heuristics::flat_rows(problem).div_ceil(tile.q.max(1));
+    // Two waves of blocks that take a multiprocessor each, of few keys: a tenth slower than one of smaller ones, 32 sequences
+    // of 1k keys, 8 KV heads, on an H200; of 8k keys 1 % faster (benches/notes/cuda-decode.md).
+    if units > room && !heuristics::has_long_keys(problem) {
+        let why = "more sequences and heads than it has room for at one time; smaller blocks leave less of the device waiting";
+        return Err(Refusal::Slower(why));
+    }
+    // Each tile of rows reads the keys again: from the second-level cache where all run at one time, else from memory, and
+    // bytes are what a decode step is made of.
+    if tiles > 1 && units.saturating_mul(tiles) > room {
+        let why = "a group's rows do not fit one tile, and each tile would read the keys again";
+        return Err(Refusal::Slower(why));
+    }
+    Ok(())
 }

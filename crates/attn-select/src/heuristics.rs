@@ -327,10 +327,14 @@ fn visited_by(problem: &Problem, sequence: usize) -> usize {
 /// Fewest flat rows of a sequence for which a tile of 128 is worth its empty half.
 const WIDE_ROWS: usize = 64;
 
-/// Whether the rows of the longest sequence fill half of a tile of a kernel of row tiles, or more, the heads of a group
-/// side by side: a kernel puts them into one tile where they divide it.
-pub(crate) fn fills_row_tile(problem: &Problem, tile: Tile) -> bool {
-    flat_rows(problem) >= WIDE_ROWS && tile.q.is_multiple_of(problem.group().max(1))
+/// Whether the rows of the longest sequence, the heads of a group side by side, fill half of a tile or more.
+pub(crate) fn has_wide_rows(problem: &Problem) -> bool {
+    flat_rows(problem) >= WIDE_ROWS
+}
+
+/// Whether a kernel puts the heads of a group into one tile of rows, as it does where they divide it.
+pub(crate) fn packs_group(problem: &Problem, tile: Tile) -> bool {
+    tile.q.is_multiple_of(problem.group().max(1))
 }
 
 /// Query rows of a sequence that are as few as a decode step's.

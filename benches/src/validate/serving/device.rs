@@ -39,6 +39,10 @@ impl<'g> DevicePages<'g> {
         })
     }
 
+    fn plan(&self, problem: &Problem) -> Result<Plan, String> {
+        attn_select::choose(problem, &self.gpu.engine.caps(), Gpu::catalogue()).map_err(text)
+    }
+
     fn store(&mut self, slots: &[i64], k: &[bf16], v: &[bf16]) -> Result<(), Error> {
         let stream = &self.gpu.stream;
         let (k, v) = (DeviceBuffer::from_host(stream, k)?, DeviceBuffer::from_host(stream, v)?);
@@ -168,8 +172,7 @@ impl Pages for DevicePages<'_> {
         o: &mut [bf16],
         lse: &mut [f32],
     ) -> Result<(), String> {
-        let caps = self.gpu.engine.caps();
-        let plan = attn_select::choose(problem, &caps, Gpu::catalogue()).map_err(text)?;
+        let plan = self.plan(problem)?;
         self.run(&plan, None, q, table, o, lse).map_err(text)
     }
 
@@ -182,8 +185,7 @@ impl Pages for DevicePages<'_> {
         o: &mut [bf16],
         lse: &mut [f32],
     ) -> Result<bool, String> {
-        let caps = self.gpu.engine.caps();
-        let plan = attn_select::choose(problem, &caps, Gpu::catalogue()).map_err(text)?;
+        let plan = self.plan(problem)?;
         // Kernels for many rows do not append.
         if plan.family != Family::Decode {
             return Ok(false);

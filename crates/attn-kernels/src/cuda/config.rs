@@ -232,13 +232,18 @@ const fn exchange_bytes(rows: usize, value_dim: usize) -> usize {
 /// overflows.
 const PLAIN_SCALES: std::ops::RangeInclusive<f32> = 1e-20..=1e20;
 
-/// Whether the scores need more than a positive scale and the band.
-pub(crate) fn is_general(problem: &Problem) -> bool {
+/// Whether scores are capped, added to or masked.
+pub(crate) fn has_score_options(problem: &Problem) -> bool {
     problem.softcap().is_some()
         || problem.has_alibi()
         || problem.has_bias()
         || problem.has_mask()
         || problem.block_mask().is_some()
+}
+
+/// Whether the scores need more than a positive scale and the band.
+pub(crate) fn is_general(problem: &Problem) -> bool {
+    has_score_options(problem)
         // The plain instance takes the maximum of unscaled scores, and multiplies their factors in f32.
         || !PLAIN_SCALES.contains(&problem.scale())
 }

@@ -232,13 +232,15 @@ impl CudaEngine {
         &self,
         plan: &Plan,
         inputs: &Inputs<'_>,
+        new: Option<&NewRows<'_>>,
         outputs: &Outputs<'_>,
         stream: &CudaStream,
     ) -> Result<bool, Error> {
         check_context(&self.context, stream.context())?;
         inputs.layout().check(&plan.problem)?;
         outputs.layout().check(&plan.problem)?;
-        check_memory(&self.context, inputs.memory().chain(outputs.memory()))?;
+        let memory = inputs.memory().chain(outputs.memory());
+        check_memory(&self.context, memory.chain(new.into_iter().flat_map(NewRows::memory)))?;
         let is_empty = outputs.layout().o.layout.is_empty();
         // The naive kernel reads element by element; the tiled ones in chunks.
         if !is_empty && plan.family != Family::General {
@@ -408,11 +410,7 @@ impl CudaEngine {
         workspace: &mut Workspace,
         stream: &Arc<CudaStream>,
     ) -> Result<(), Error> {
-        if self.check_call(plan, inputs, outputs, stream)? {
-            return check_plan(plan, &self.caps, Pass::Forward);
-        }
-        let at = self.prepared(plan, workspace, stream)?;
-        launch_forward(&plan.problem, inputs, outputs, None, workspace.ready(at), stream)
+        self.run(plan, inputs, None, outputs, workspace, stream)
     }
 
     /// Writes the last keys and values of each sequence to their pages and runs a decode plan over all of them, in one launch.
@@ -436,13 +434,24 @@ impl CudaEngine {
         stream: &Arc<CudaStream>,
     ) -> Result<(), Error> {
         let (new, inputs) = step::split(plan, call, pages)?;
-        let is_empty = self.check_call(plan, &inputs, outputs, stream)?;
-        check_memory(&self.context, new.memory())?;
-        if is_empty {
+        self.run(plan, &inputs, Some(&new), outputs, workspace, stream)
+    }
+
+    /// Runs a forward plan, whose last keys are written first where there are new rows.
+    fn run(
+        &self,
+        plan: &Plan,
+        inputs: &Inputs<'_>,
+        new: Option<&NewRows<'_>>,
+        outputs: &Outputs<'_>,
+        workspace: &mut Workspace,
+        stream: &Arc<CudaStream>,
+    ) -> Result<(), Error> {
+        if self.check_call(plan, inputs, new, outputs, stream)? {
             return check_plan(plan, &self.caps, Pass::Forward);
         }
         let at = self.prepared(plan, workspace, stream)?;
-        launch_forward(&plan.problem, &inputs, outputs, Some(&new), workspace.ready(at), stream)
+        launch_forward(&plan.problem, inputs, outputs, new, workspace.ready(at), stream)
     }
 
     /// Captures what `work` launches on `stream`, without running it.

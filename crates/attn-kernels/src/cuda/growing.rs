@@ -9,9 +9,9 @@ use std::sync::Arc;
 use attn_core::{Family, KvStorage, Plan};
 use cudarc::driver::CudaStream;
 
-use super::call::{Inputs, Outputs, check_memory};
+use super::call::{Inputs, Outputs};
 use super::engine::{Built, CudaEngine, launch_forward};
-use super::step::{self, Pages};
+use super::step::{self, NewRows, Pages};
 use super::workspace::{Prepared, Workspace};
 use crate::error::Error;
 use crate::launch::{self, check_context};
@@ -126,13 +126,7 @@ impl CudaEngine {
         workspace: &mut Workspace,
         stream: &Arc<CudaStream>,
     ) -> Result<(), Error> {
-        growing.check_stream(stream)?;
-        if self.check_call(&growing.plan, inputs, outputs, stream)? {
-            return Ok(());
-        }
-        workspace.check_stream(stream)?;
-        let ready = workspace.ready_for(&growing.prepared, growing.needs)?;
-        launch_forward(&growing.plan.problem, inputs, outputs, None, ready, stream)
+        self.run_growing(growing, inputs, None, outputs, workspace, stream)
     }
 
     /// As [`CudaEngine::forward_growing`], with the last keys of each sequence written first, in the same launch: of the lengths
@@ -149,15 +143,25 @@ impl CudaEngine {
         workspace: &mut Workspace,
         stream: &Arc<CudaStream>,
     ) -> Result<(), Error> {
-        growing.check_stream(stream)?;
         let (new, inputs) = step::split(&growing.plan, call, pages)?;
-        let is_empty = self.check_call(&growing.plan, &inputs, outputs, stream)?;
-        check_memory(self.context(), new.memory())?;
-        if is_empty {
+        self.run_growing(growing, &inputs, Some(&new), outputs, workspace, stream)
+    }
+
+    fn run_growing(
+        &self,
+        growing: &Growing,
+        inputs: &Inputs<'_>,
+        new: Option<&NewRows<'_>>,
+        outputs: &Outputs<'_>,
+        workspace: &mut Workspace,
+        stream: &Arc<CudaStream>,
+    ) -> Result<(), Error> {
+        growing.check_stream(stream)?;
+        if self.check_call(&growing.plan, inputs, new, outputs, stream)? {
             return Ok(());
         }
         workspace.check_stream(stream)?;
         let ready = workspace.ready_for(&growing.prepared, growing.needs)?;
-        launch_forward(&growing.plan.problem, &inputs, outputs, Some(&new), ready, stream)
+        launch_forward(&growing.plan.problem, inputs, outputs, new, ready, stream)
     }
 }

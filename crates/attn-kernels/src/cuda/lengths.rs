@@ -127,15 +127,7 @@ impl Lengths {
     /// 2^31 - 1 blocks.
     pub(crate) fn new(problem: &Problem, division: Division) -> Result<Self, Error> {
         let (lengths, batch) = (problem.lengths(), problem.lengths().batch());
-        for (field, longest) in [("q_lens", lengths.longest_q()), ("kv_lens", lengths.longest_kv())]
-        {
-            if longest > MAX_LEN {
-                return Err(too_many(field, MAX_LEN, longest));
-            }
-        }
-        if i32::try_from(batch).is_err() {
-            return Err(too_many("batch", i32::MAX as usize, batch));
-        }
+        check_counts(problem)?;
         let (pack, tile, split) = match division {
             Division::Rows => (1, 1, Split::Whole),
             Division::Tiles { tile, pack, split } | Division::Ordered { tile, pack, split } => {
@@ -240,6 +232,20 @@ impl Lengths {
         let bytes = product(&[rows, size_of::<u32>()])?;
         usize::try_from(bytes).map_err(|_| overflow("partial results"))
     }
+}
+
+/// Checks that kernels can count rows, keys and sequences in 31 bits.
+pub(crate) fn check_counts(problem: &Problem) -> Result<(), Error> {
+    let lengths = problem.lengths();
+    for (field, longest) in [("q_lens", lengths.longest_q()), ("kv_lens", lengths.longest_kv())] {
+        if longest > MAX_LEN {
+            return Err(too_many(field, MAX_LEN, longest));
+        }
+    }
+    if i32::try_from(lengths.batch()).is_err() {
+        return Err(too_many("batch", i32::MAX as usize, lengths.batch()));
+    }
+    Ok(())
 }
 
 /// Rows of a sequence that are written, padding included.

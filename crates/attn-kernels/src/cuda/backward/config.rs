@@ -6,7 +6,7 @@
 use attn_core::{Bytes, DType, Plan, Problem, Tile};
 
 use super::hopper;
-use crate::cuda::config::{code, padded};
+use crate::cuda::config::{code, has_score_options, padded};
 use crate::error::Error;
 use crate::instances::Instance;
 use crate::spec::{Entry, KernelSpec};
@@ -108,12 +108,7 @@ pub(crate) fn naive_smem(_: &Problem, _: Tile) -> Bytes {
 
 /// Whether the scores need more than a scale and the band: the general instance, whose log-sum-exp is natural.
 pub(crate) fn is_general(problem: &Problem) -> bool {
-    problem.softcap().is_some()
-        || problem.has_alibi()
-        || problem.has_bias()
-        || problem.has_mask()
-        || problem.block_mask().is_some()
-        || problem.dropout().is_some()
+    has_score_options(problem) || problem.dropout().is_some()
 }
 
 /// The main instance of a backward plan.
@@ -143,7 +138,8 @@ pub(crate) fn main(plan: &Plan) -> Result<Config, Error> {
     }
 }
 
-fn tiled(problem: &Problem, tile: Tile) -> Config {
+/// The portable kernel's instance of a problem and its tile.
+pub(crate) fn tiled(problem: &Problem, tile: Tile) -> Config {
     let Shape { key_warps, sharers, stages } = shape(problem, tile);
     let (head_dim, value_dim) = (padded(problem.head_dim()), padded(problem.value_dim()));
     let int = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
@@ -212,10 +208,12 @@ pub(crate) fn has_bias_pass(problem: &Problem) -> bool {
     problem.wants_dbias() && (is_ordered(problem) || is_empty)
 }
 
-/// A portable instance as the shipped list names it.
-pub(crate) fn instance(problem: &Problem, tile: Tile) -> Instance {
-    let Config { spec, threads, dynamic_smem, .. } = tiled(problem, tile);
-    Instance { spec, threads, dynamic_smem }
+impl From<Config> for Instance {
+    /// As the shipped list names it.
+    fn from(config: Config) -> Self {
+        let Config { spec, threads, dynamic_smem, .. } = config;
+        Self { spec, threads, dynamic_smem }
+    }
 }
 
 #[cfg(test)]

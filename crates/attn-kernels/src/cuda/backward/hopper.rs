@@ -8,7 +8,6 @@ use attn_core::{Bytes, HostCaps, Problem, Split, Tile};
 use super::config::{Config, Main, is_ordered};
 use super::space;
 use crate::cuda::config::code;
-use crate::instances::Instance;
 use crate::spec::{Entry, KernelSpec};
 
 /// Most elements of a row of queries, keys or values.
@@ -108,12 +107,6 @@ pub(crate) fn section(problem: &Problem, config: &Config) -> usize {
     let row = 2 * (problem.head_dim() + problem.value_dim()) + 4 * config.dq_dim;
     let head = problem.lengths().longest_q().saturating_mul(row).max(1);
     (SECTION_BYTES / head).clamp(1, 1 << 10)
-}
-
-/// An instance as the shipped list names it.
-pub(crate) fn instance(problem: &Problem, tile: Tile) -> Instance {
-    let Config { spec, threads, dynamic_smem, .. } = config(problem, tile);
-    Instance { spec, threads, dynamic_smem }
 }
 
 #[cfg(test)]

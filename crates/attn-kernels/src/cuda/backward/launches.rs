@@ -279,22 +279,21 @@ pub(crate) fn launch(
 
     let heads = problem.q_heads();
     let kv_heads = problem.kv_heads();
-    let run = |function: &Function, blocks: usize, threads, dynamic_smem, maps: &[_]| {
+    let start = |launch: Launch<'_>, blocks: usize, params: &BackwardParams, maps: &[_]| {
         if blocks == 0 {
             return Ok(());
         }
         let blocks = u32::try_from(blocks).unwrap_or(u32::MAX).min(i32::MAX.unsigned_abs());
-        let overlaps = launches.overlaps && !is_naive;
-        Launch { dynamic_smem, overlaps, ..Launch::new(function, blocks, threads) }
-            .run(stream, &params, maps)
+        Launch { blocks, ..launch }.run(stream, params, maps)
     };
-    let naive = |function: &Function, phase: Phase, blocks: usize| {
+    let run = |function, blocks, threads, dynamic_smem, maps: &[_]| {
+        let overlaps = launches.overlaps && !is_naive;
+        let launch = Launch { dynamic_smem, overlaps, ..Launch::new(function, 0, threads) };
+        start(launch, blocks, &params, maps)
+    };
+    let naive = |function, phase: Phase, blocks| {
         let params = BackwardParams { phase: phase as i32, ..params };
-        if blocks == 0 {
-            return Ok(());
-        }
-        let blocks = u32::try_from(blocks).unwrap_or(u32::MAX).min(i32::MAX.unsigned_abs());
-        Launch::new(function, blocks, config::NAIVE_THREADS).run(stream, &params, &[])
+        start(Launch::new(function, 0, config::NAIVE_THREADS), blocks, &params, &[])
     };
     let cells = params
         .bias_extents

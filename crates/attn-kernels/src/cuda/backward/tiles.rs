@@ -10,7 +10,7 @@ use attn_core::{Arrangement, KvStorage, Problem};
 
 use super::config::{Config, Main, has_bias_pass};
 use super::params::ROW_TILE;
-use crate::cuda::lengths::{MAX_LEN, equal_lengths, product, too_many, written_rows};
+use crate::cuda::lengths::{check_counts, equal_lengths, product, too_many, written_rows};
 use crate::error::Error;
 
 /// A prefix sum over the sequences, or what another one counts; `batch + 1` entries each, in the order of the upload.
@@ -53,18 +53,10 @@ impl Tiles {
     /// The division of a problem.
     ///
     /// # Errors
-    /// [`Error::Call`] for a sequence past [`MAX_LEN`] rows or keys, and for counts past 31 bits.
+    /// [`Error::Call`] for a sequence past [`crate::cuda::lengths::MAX_LEN`] rows or keys, and for counts past 31 bits.
     pub(super) fn new(problem: &Problem, config: &Config) -> Result<Self, Error> {
-        let (lengths, batch) = (problem.lengths(), problem.lengths().batch());
-        for (field, longest) in [("q_lens", lengths.longest_q()), ("kv_lens", lengths.longest_kv())]
-        {
-            if longest > MAX_LEN {
-                return Err(too_many(field, MAX_LEN, longest));
-            }
-        }
-        if i32::try_from(batch).is_err() {
-            return Err(too_many("batch", i32::MAX as usize, batch));
-        }
+        check_counts(problem)?;
+        let batch = problem.lengths().batch();
         let of_rows = |sequence| written_rows(problem, sequence).div_ceil(ROW_TILE);
         let of_keys = |sequence| written_keys(problem, sequence).div_ceil(config.tile.kv.max(1));
         let all =
