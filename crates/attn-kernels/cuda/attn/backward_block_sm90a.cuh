@@ -3,8 +3,8 @@
 // Shared memory, from a multiple of 1024: keys [BLOCK_N, HEAD_DIM]; values [BLOCK_N, VALUE_DIM],
 // whose place serves the results in the end; query tiles [QUERY_STAGES, BLOCK_M, HEAD_DIM];
 // gradients of output [GRADIENT_STAGES, BLOCK_M, VALUE_DIM]; gradients of scores [2, BLOCK_M,
-// BLOCK_N]; weights, the same, where rows are wide; keys that are 1, ONE_BYTES; where rows
-// are not wide f32 sums for dQ, SUM_STRIDE of each consumer; f32 log-sum-exps [QUERY_STAGES,
+// BLOCK_N]; weights, the same, where rows are wide; keys that are 1, ONE_BYTES; f32 sums
+// for dQ, SUM_STRIDE of each consumer; f32 log-sum-exps [QUERY_STAGES,
 // BLOCK_M] and row sums of dO * O [GRADIENT_STAGES, BLOCK_M]; barriers of 8 bytes: keys, values,
 // queries full, empty [QUERY_STAGES], gradients full, empty [GRADIENT_STAGES]. The full barriers
 // have one arrival, the producer's, and count bytes; the empty ones have one of each
@@ -30,9 +30,8 @@ constexpr u32 GRADIENT_BYTES = tile_bytes(config::BLOCK_M, config::VALUE_DIM);
 constexpr u32 SLOPE_BYTES = tile_bytes(config::BLOCK_M, config::BLOCK_N);
 constexpr u32 ROW_BYTES = config::BLOCK_M * 4;
 
-// A consumer's part of a tile of dQ: 64 x 64 sums, of other rows than the other consumer's where
-// tiles have 128, else of other columns. It is in memory as its threads hold it, in fours
-// (SUMS_IN_FOURS), so that neither way meets a bank twice and one copy takes it all.
+// A square of a consumer's part of a tile of dQ: 64 x 64 sums. It is in memory as its threads hold
+// it, in fours (SUMS_IN_FOURS), so that neither way meets a bank twice and one copy takes it all.
 constexpr int SUM_EDGE = 64;
 constexpr int SUMS = SUM_EDGE * SUM_EDGE / config::WARPGROUP;
 constexpr u32 SUM_BYTES = SUM_EDGE * SUM_EDGE * 4;
@@ -42,8 +41,8 @@ constexpr u32 SUM_STRIDE = SUM_BYTES + ROW_SUM_BYTES;
 // Keys that are 1, of one step of a product: dS times one of them is the sum of dS. Sixteen rows of
 // a panel or, as an operand of its own, 128 bytes.
 constexpr u32 ONE_BYTES = config::IS_WIDE ? 128 : 16 * tile::PANEL_ROW_BYTES;
-static_assert(config::IS_WIDE ||
-              config::CONSUMERS * SUM_BYTES == config::BLOCK_M * config::HEAD_DIM * 4);
+static_assert(config::CONSUMERS * config::SQUARES * SUM_BYTES ==
+              config::BLOCK_M * config::HEAD_DIM * 4);
 
 struct Block {
   u32 keys;
@@ -53,7 +52,7 @@ struct Block {
   u32 slopes;
   u32 weights;  // where rows are wide
   u32 ones;
-  u32 sums;  // where they are not
+  u32 sums;
   u32 lse2;
   u32 delta;
   u32 keys_full;
@@ -69,7 +68,7 @@ struct Block {
     weights = slopes + 2 * SLOPE_BYTES;
     ones = weights + (IS_WIDE ? 2 * SLOPE_BYTES : 0);
     sums = ones + ONE_BYTES;
-    lse2 = sums + (IS_WIDE ? 0 : CONSUMERS * SUM_STRIDE);
+    lse2 = sums + CONSUMERS * SUM_STRIDE;
     delta = lse2 + QUERY_STAGES * ROW_BYTES;
     keys_full = delta + GRADIENT_STAGES * ROW_BYTES;
     values_full = keys_full + 8;
@@ -108,11 +107,12 @@ struct Block {
 };
 
 // Named barriers: the consumers' gradients of scores are all there; a consumer alone; its sums are
-// there; they have been read.
+// there; they have been read; the consumers' weights are all there.
 constexpr u32 SLOPE_BARRIER = 1;
 constexpr u32 OWN_BARRIER = 2;
 constexpr u32 SUM_FULL_BARRIER = OWN_BARRIER + config::CONSUMERS;
 constexpr u32 SUM_EMPTY_BARRIER = SUM_FULL_BARRIER + config::CONSUMERS;
+constexpr u32 WEIGHT_BARRIER = SUM_EMPTY_BARRIER + config::CONSUMERS;
 // Threads that meet over sums: a consumer and the warp that moves them.
 constexpr u32 SUM_THREADS = config::WARPGROUP + WARP;
 

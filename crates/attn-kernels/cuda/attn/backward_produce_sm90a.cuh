@@ -75,47 +75,44 @@ __device__ inline void copy_tiles(const BackwardParams& p, const Maps& maps, con
 __device__ inline void move_sums(const BackwardParams& p, const Block& block, const KeyTile& keys,
                                  u32 consumer) {
   using namespace config;
-  const u32 visits = u32(keys.visits(p));
   const bool leads = threadIdx.x % WARP == 0;
   const u32 sums = block.sums + consumer * SUM_STRIDE;
-  // Both consumers have the same rows, and the same sums of them, unless a tile has rows for each.
-  constexpr bool HAS_ROWS = BLOCK_M == CONSUMERS * SUM_EDGE;
+  // Where both have dQ of a tile they have the same sums of its rows.
   const bool has_row_sums = HAS_ROW_SUMS && (HAS_ROWS || consumer == 0);
-  Walk walk(keys);
-  for (u32 n = 0; n < visits; ++n, walk.next(keys)) {
-    // What was read may be written again.
-    ptx::bar_arrive(SUM_EMPTY_BARRIER + consumer, SUM_THREADS);
-    ptx::bar_sync(SUM_FULL_BARRIER + consumer, SUM_THREADS);
-    if (leads) {
-      const i32 head = keys.kv_head * i32(p.call.group.value) + walk.head;
-      const i64 padded = keys.padded + walk.tile * BLOCK_M;
-      float* const to =
-          p.dq_sum + (head * p.padded_rows + padded) * HEAD_DIM + i64(consumer * (SUM_BYTES / 4));
-      const auto add = [&] {
+  if (keys.lo == keys.hi) return;
+  for (Walk walk(keys); walk.head < i32(p.call.group.value); walk.next(keys)) {
+    const i32 head = keys.kv_head * i32(p.call.group.value) + walk.head;
+    const i64 padded = keys.padded + walk.tile * BLOCK_M;
+    const i64 row = head * p.padded_rows + padded;
+    float* to = p.dq_sum + row * HEAD_DIM + i64(consumer * (SQUARES * SUM_EDGE * SUM_EDGE));
+#pragma unroll 1
+    for (int square = 0; square < SQUARES; ++square, to += SUM_EDGE * SUM_EDGE) {
+      // What was read may be written again.
+      ptx::bar_arrive(SUM_EMPTY_BARRIER + consumer, SUM_THREADS);
+      ptx::bar_sync(SUM_FULL_BARRIER + consumer, SUM_THREADS);
+      if (leads) {
+        if (IS_DETERMINISTIC && square == 0) {
+          const u32 before = rank_of(keys, walk.tile) * CONSUMERS;
+          while (ptx::ld_acquire_gpu_b32(turn_at(p, head, padded)) < before) {
+          }
+          ptx::fence_proxy_async_global();
+        }
         ptx::cp_reduce_async_bulk_add_f32(to, sums, SUM_BYTES);
-        if (has_row_sums) {
-          ptx::cp_reduce_async_bulk_add_f32(
-              p.row_sums + head * p.padded_rows + padded + (HAS_ROWS ? consumer * SUM_EDGE : 0),
-              sums + SUM_BYTES, ROW_SUM_BYTES);
+        if (has_row_sums && square == 0) {
+          ptx::cp_reduce_async_bulk_add_f32(p.row_sums + row + (HAS_ROWS ? consumer * SUM_EDGE : 0),
+                                            sums + SUM_BYTES, ROW_SUM_BYTES);
         }
         ptx::cp_async_bulk_commit_group();
-      };
-      if constexpr (IS_DETERMINISTIC) {
-        u32* const turn = turn_at(p, head, padded);
-        const u32 before = rank_of(keys, walk.tile) * CONSUMERS;
-        while (ptx::ld_acquire_gpu_b32(turn) < before) {
+        if (IS_DETERMINISTIC && square + 1 == SQUARES) {
+          ptx::cp_async_bulk_wait_group<0>();
+          ptx::fence_proxy_async_global();
+          end_turn(turn_at(p, head, padded));
+        } else {
+          ptx::cp_async_bulk_wait_group_read<0>();
         }
-        ptx::fence_proxy_async_global();
-        add();
-        ptx::cp_async_bulk_wait_group<0>();
-        ptx::fence_proxy_async_global();
-        end_turn(turn);
-      } else {
-        add();
-        ptx::cp_async_bulk_wait_group_read<0>();
       }
+      __syncwarp();
     }
-    __syncwarp();
   }
   // The sums must be in memory before the block ends.
   if (leads) ptx::cp_async_bulk_wait_group<0>();

@@ -34,8 +34,6 @@ struct Scores {
   const i32 own_keys;  // the consumer's first one, counted from the tile's
   Keys all;            // rows that see all of this consumer's keys
 
-  float scores[SCORES];
-  float slopes[SCORES];
   u32 weights[PAIRS];
 
   __device__ Scores(const BackwardParams& params, const Block& memory, const KeyTile& tile,
@@ -57,11 +55,16 @@ struct Scores {
   }
   __device__ u32 own_rows() const { return u32(own_row()) * tile::PANEL_ROW_BYTES; }
 
-  // The consumer's keys or values. Where rows are wide, in a way that the compiler computes each
-  // product's address when it is wanted: it would keep all of them.
+  // An address that all lanes have alike, computed when it is wanted: the compiler would keep those
+  // of all products. Narrow rows have registers for them.
+  __device__ static u32 fresh(u32 address) {
+    if constexpr (config::HEAD_DIM == 64 && !config::IS_CAPPED) return address;
+    return u32(one_of_warp(i32(ptx::opaque(address))));
+  }
+
+  // The consumer's keys or values.
   __device__ u32 own_tile(u32 tile) const {
-    if constexpr (config::IS_WIDE) return u32(one_of_warp(i32(ptx::opaque(tile))));
-    return tile + u32(own_keys) * tile::PANEL_ROW_BYTES;
+    return fresh(tile + u32(own_keys) * tile::PANEL_ROW_BYTES);
   }
 
   // Gives a stage back. Each thread says so for itself: what a thread has read of it is then ordered
@@ -104,9 +107,10 @@ struct Scores {
   }
 
   // Starts S^T = K Q^T on the count-th tile of queries.
-  __device__ void start_scores(u32 count) {
+  __device__ void start_scores(u32 count, float (&scores)[SCORES]) {
     const tile::Operand a = tile::columns_operand(own_tile(block.keys));
-    const tile::Operand b = tile::columns_operand(block.query_tile(count) + own_rows());
+    const tile::Operand b = tile::columns_operand(fresh(block.query_tile(count) + own_rows()));
+    ptx::forget_all(scores);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < config::HEAD_DIM / STEP; ++step) {
@@ -117,9 +121,10 @@ struct Scores {
   }
 
   // Starts dP^T = V dO^T.
-  __device__ void start_slopes(u32 count) {
+  __device__ void start_slopes(u32 count, float (&slopes)[SCORES]) {
     const tile::Operand a = tile::columns_operand(own_tile(block.values));
-    const tile::Operand b = tile::columns_operand(block.gradient_tile(count) + own_rows());
+    const tile::Operand b = tile::columns_operand(fresh(block.gradient_tile(count) + own_rows()));
+    ptx::forget_all(slopes);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < config::VALUE_DIM / STEP; ++step) {
@@ -136,27 +141,45 @@ struct Scores {
   }
 
   // Starts the gradients of the weights of tile `count`.
-  __device__ void take(u32 count, i32 row) {
+  __device__ void take(u32 count, i32 row, float (&slopes)[SCORES]) {
     block.gradients.wait_full(count);
     clear_past<config::VALUE_DIM>(block.gradient_tile(count), row);
-    start_slopes(count);
+    start_slopes(count, slopes);
   }
 
+  // Whether some row of the consumer's scores does not see some of its keys. `row`: the first one of
+  // the tile.
+  __device__ bool is_cut(i32 row) const {
+    return row + own_row() < all.lo || row + own_row() + config::SCORE_ROWS > all.hi;
+  }
+
+  __device__ Seen seen(i32 row) const { return Seen(keys, own_key(), row + own_row()); }
+
   // Makes weights of the scores of tile `count`.
-  __device__ void weigh_tile(u32 count, i32 row) {
+  __device__ void weigh_tile(u32 count, i32 row, float (&scores)[SCORES]) const {
     ptx::opaque_all(scores);
-    const i32 first = row + own_row();
-    const bool is_cut = first < all.lo || first + config::SCORE_ROWS > all.hi;
     const u32 lse2 = block.lse2_of(count) + u32(own_row()) * 4;
-    if (config::IS_CAPPED || is_cut) {
-      weigh<true>(p.call, Seen(keys, own_key(), first), lse2, scores);
+    if (!HAS_PAIRS && (config::IS_CAPPED || is_cut(row))) {
+      weigh<true>(p.call, seen(row), lse2, scores);
     } else {
       weigh<false>(p.call, Seen(), lse2, scores);
     }
   }
 
+  // Rounds weights whose gradients are made of pairs. What is hidden is hidden here: there are
+  // registers for it.
+  __device__ void round_tile(i32 row, float (&scores)[SCORES]) {
+    if constexpr (HAS_PAIRS) {
+      ptx::opaque_all(scores);
+#pragma unroll
+      for (int i = 0; i < PAIRS; ++i) weights[i] = round_pair(scores[i * 2], scores[i * 2 + 1]);
+      if (is_cut(row)) hide(seen(row), weights);
+    }
+  }
+
   // Makes gradients of the scores of tile `count`, and lays them down in their panel.
-  __device__ void differentiate_tile(u32 count) {
+  __device__ void differentiate_tile(u32 count, float (&scores)[SCORES],
+                                     float (&slopes)[SCORES]) {
     ptx::opaque_all(slopes);
     const u32 numbers = u32(own_row()) * 4;
     const u32 panel =
@@ -165,17 +188,39 @@ struct Scores {
                   block.slope_tile(count) + panel, scores, slopes, weights);
   }
 
+  // Hands a square of dQ to the warp that moves it, and the sums of the gradients of scores of the
+  // lane's two rows.
+  __device__ void hand(const float* square, float top, float bottom) const {
+    const u32 thread = ptx::opaque(threadIdx.x) % config::WARPGROUP;
+    const u32 to = fresh(block.sums + consumer * SUM_STRIDE);
+    const u32 own = to + thread * 16;
+    ptx::bar_sync(SUM_EMPTY_BARRIER + consumer, SUM_THREADS);
+#pragma unroll
+    for (int j = 0; j < SUMS / 4; ++j) {
+      ptx::st_shared_v4_f32(own + j * config::WARPGROUP * 16, square[j * 4], square[j * 4 + 1],
+                            square[j * 4 + 2], square[j * 4 + 3]);
+    }
+    if (config::HAS_ROW_SUMS && thread % 4 == 0) {
+      const u32 row = to + SUM_BYTES + (thread / WARP * WARP_KEYS + thread % WARP / 4) * 4;
+      ptx::st_shared_f32(row, top);
+      ptx::st_shared_f32(row + 8 * 4, bottom);
+    }
+    ptx::fence_proxy_async_shared();
+    ptx::bar_arrive(SUM_FULL_BARRIER + consumer, SUM_THREADS);
+  }
+
   // Waits for keys and values and for the first tile of rows, and makes weights of its scores. In
   // the end nothing is under way.
-  __device__ void start(i32 row) {
+  __device__ void start(i32 row, float (&scores)[SCORES], float (&slopes)[SCORES]) {
     wait_keys<config::HEAD_DIM>(block.keys, block.keys_full);
     block.queries.wait_full(0);
     clear_past<config::HEAD_DIM>(block.query_tile(0), row);
-    start_scores(0);
+    start_scores(0, scores);
     wait_keys<config::VALUE_DIM>(block.values, block.values_full);
-    take(0, row);
-    ptx::wgmma_wait_group<1>();
-    weigh_tile(0, row);
+    ptx::wgmma_wait_group<0>();
+    weigh_tile(0, row, scores);
+    round_tile(row, scores);
+    take(0, row, slopes);
     ptx::wgmma_wait_group<0>();
   }
 };

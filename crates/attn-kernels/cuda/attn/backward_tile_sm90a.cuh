@@ -24,8 +24,9 @@ struct KeyTile {
   i32 kv_head;
   i32 first;   // key
   i32 stored;  // keys of the sequence that are written, padding included
-  i32 lo;      // tiles of rows lo .. hi are visited
+  i32 lo;      // tiles of rows lo .. hi are visited, from `start` on around
   i32 hi;
+  i32 start;
   i64 padded;  // padded row of the sequence's first row
 
   __device__ i32 visits(const BackwardParams& p) const {
@@ -106,6 +107,12 @@ __device__ inline KeyTile key_tile(const BackwardParams& p) {
       tile.hi = ceil_div(end, BLOCK_M);
     }
   }
+  // Blocks of a head begin with other tiles of rows each, so that they do not all add to the same
+  // sums at once: under a bound to the right they do anyway.
+  tile.start = tile.lo;
+  if (!IS_DETERMINISTIC && !is_diagonal(tile.band) && tile.lo < tile.hi) {
+    tile.start += inside % (tile.hi - tile.lo);
+  }
   return tile;
 }
 
@@ -114,12 +121,11 @@ struct Walk {
   i32 head;  // of the group
   i32 tile;
 
-  __device__ explicit Walk(const KeyTile& keys) : head(0), tile(keys.lo) {}
+  __device__ explicit Walk(const KeyTile& keys) : head(0), tile(keys.start) {}
 
   __device__ void next(const KeyTile& keys) {
-    if (++tile < keys.hi) return;
-    tile = keys.lo;
-    ++head;
+    if (++tile == keys.hi) tile = keys.lo;
+    if (tile == keys.start) ++head;
   }
 };
 

@@ -26,9 +26,23 @@ constexpr int SCORES = config::SCORE_ROWS / 2;
 // Words of pairs of 16 bits.
 constexpr int PAIRS = SCORES / 2;
 
+// Whether gradients of scores are made of weights as they were rounded, which leaves the others'
+// registers to the next tile's scores. The slope of a soft-cap needs these; wide rows have them.
+constexpr bool HAS_PAIRS = !config::IS_WIDE && !config::IS_CAPPED;
+
 __device__ inline u32 round_pair(float lo, float hi) {
   return config::DTYPE == DType::bf16 ? ptx::cvt_rn_bf16x2_f32(lo, hi)
                                       : ptx::cvt_rn_f16x2_f32(lo, hi);
+}
+
+__device__ inline void unpack(u32 pair, float& lo, float& hi) {
+  if constexpr (config::DTYPE == DType::bf16) {
+    lo = __uint_as_float(pair << 16);
+    hi = __uint_as_float(pair & 0xFFFF0000u);
+  } else {
+    lo = ptx::cvt_f32_f16(u16(pair));
+    hi = ptx::cvt_f32_f16(u16(pair >> 16));
+  }
 }
 
 // How many of a lane's rows are among the first `rows` ones from its first row on: it has two of
@@ -55,6 +69,8 @@ struct Seen {
       bits[half] = low_bits(own_rows(rows.hi - first)) & ~low_bits(own_rows(rows.lo - first));
     }
   }
+
+  __device__ bool has(i32 half, i32 row) const { return bits[half] & 1u << row; }
 };
 
 // Weights of scores, in place. `lse2`: of the tile's rows. IS_CUT: some pairs are hidden.
@@ -62,7 +78,8 @@ template <bool IS_CUT>
 __device__ void weigh(const ForwardParams& call, const Seen& seen, u32 lse2,
                       float (&scores)[SCORES]) {
   const u32 own = lse2 + ptx::opaque(threadIdx.x) % 4 * 8;
-  const float factor = config::IS_CAPPED ? call.scale / call.softcap : 0.0f;
+  const float factor =
+      config::IS_CAPPED ? call.scale * ptx::rcp_approx_ftz_f32(call.softcap) : 0.0f;
   const float unit = config::IS_CAPPED ? call.softcap : call.scale * LOG2E;
 #pragma unroll
   for (int j = 0; j < SCORES / 4; ++j) {
@@ -81,9 +98,18 @@ __device__ void weigh(const ForwardParams& call, const Seen& seen, u32 lse2,
         // With a cap the log-sum-exp is natural, as NATURAL has it.
         x = config::IS_CAPPED ? (x * unit - shift[e]) * LOG2E : __fmaf_rn(x, unit, -shift[e]);
         x = ptx::ex2_approx_ftz_f32(x);
-        pair[e] = !IS_CUT || seen.bits[half] & 1u << (j * 2 + e) ? x : 0.0f;
+        pair[e] = !IS_CUT || seen.has(half, j * 2 + e) ? x : 0.0f;
       }
     }
+  }
+}
+
+// Makes weights 0 that are hidden.
+__device__ inline void hide(const Seen& seen, u32 (&weights)[PAIRS]) {
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    const i32 row = i / 2 * 2;
+    weights[i] &= (seen.has(i % 2, row) ? 0xFFFFu : 0) | (seen.has(i % 2, row + 1) ? ~0xFFFFu : 0);
   }
 }
 
@@ -113,7 +139,7 @@ __device__ inline void differentiate(const ForwardParams& call, u32 lse2, u32 de
   const u32 column = ptx::opaque(threadIdx.x) % 4 * 8;
   const u32 own = delta + column;
   const u32 own_lse2 = lse2 + column;
-  const float per_unit = config::IS_CAPPED ? 1.0f / call.softcap : 0.0f;
+  const float per_unit = config::IS_CAPPED ? ptx::rcp_approx_ftz_f32(call.softcap) : 0.0f;
   const u32 down = laid_rows(panel);
 #pragma unroll
   for (int step = 0; step < PAIRS / 4; ++step) {
@@ -131,7 +157,11 @@ __device__ inline void differentiate(const ForwardParams& call, u32 lse2, u32 de
         const int word = step * 4 + j * 2 + half;
         float x = scores[word * 2];
         float y = scores[word * 2 + 1];
-        weights[word] = round_pair(x, y);
+        if constexpr (HAS_PAIRS) {
+          unpack(weights[word], x, y);
+        } else {
+          weights[word] = round_pair(x, y);
+        }
         if constexpr (config::IS_CAPPED) {
           x *= cap_slope(x, shift[0], per_unit);
           y *= cap_slope(y, shift[1], per_unit);

@@ -3,9 +3,10 @@
 //
 // Source: as attn/backward_consume_sm90a.cuh. Weights and the gradients of scores of both consumers
 // meet in shared memory, from where P^T, dS^T and dS are first operands of dV += P^T dO, dK += dS^T
-// Q and dQ = dS K. There is no room to stage dQ: it is added to memory from registers.
-// Overlap: products follow one another as dV, dQ of a tile, S of the next, dK, dP; the exponentials
-// run beside dK and dP, and dQ moves out beside S.
+// Q and dQ = dS K.
+// Overlap: products follow one another as dQ, dK of a tile, S, dP, dV of the next; the exponentials
+// run beside dP, the gradient of the scores beside dV. There is room for half of a consumer's sums
+// for dQ at a time: a square moves out beside dK, the other beside dV.
 // Registers: sums of keys and of values [HEAD_DIM / 4] throughout, and for dQ; scores and their
 // gradients [SCORE_ROWS / 2].
 // Who executes: all warps of a consumer, converged.
@@ -14,8 +15,6 @@
 #pragma once
 
 #include "attn/backward_scores_sm90a.cuh"
-#include "attn/backward_turn_sm90a.cuh"
-#include "ptx/global.cuh"
 
 namespace attn {
 
@@ -23,7 +22,6 @@ template <int HEAD_DIM>
 struct WideGradient : Scores {
   static constexpr int COLUMNS = HEAD_DIM / config::CONSUMERS;
   static constexpr int OWN_SUMS = COLUMNS / 2;
-  static constexpr int SQUARES = COLUMNS / SUM_EDGE;
   using Sum = ptx::Wgmma<COLUMNS, config::DTYPE>;
   using Ones = ptx::Wgmma<8, config::DTYPE>;
 
@@ -31,13 +29,15 @@ struct WideGradient : Scores {
   float value_sums[OWN_SUMS];
   float sums[OWN_SUMS];
   float row_sums[4];
+  float scores[SCORES];
+  float slopes[SCORES];
 
   using Scores::Scores;
 
   // The consumer's columns of a tile of ROWS rows.
   template <int ROWS>
   __device__ u32 own_columns(u32 tile) const {
-    return tile + consumer * SQUARES * ROWS * tile::PANEL_ROW_BYTES;
+    return tile + consumer * config::SQUARES * ROWS * tile::PANEL_ROW_BYTES;
   }
 
   // Starts TO += X^T Y, of pairs [BLOCK_M, 64 keys] and of a tile of rows.
@@ -73,57 +73,35 @@ struct WideGradient : Scores {
     ptx::wgmma_commit_group();
   }
 
-  // Adds the consumer's part of dQ of a tile of rows, in its turn where sums have an order.
-  __device__ void add_sums(const Walk& walk) {
-    ptx::opaque_all(sums);
+  // Hands a square of the consumer's part of dQ to the warp that moves it.
+  template <int SQUARE>
+  __device__ void hand_sums() {
+    if constexpr (SQUARE == 0) ptx::opaque_all(sums);
     if constexpr (config::HAS_ROW_SUMS) ptx::opaque_all(row_sums);
-    const i32 head = keys.kv_head * i32(p.call.group.value) + walk.head;
-    const i64 padded = keys.padded + walk.tile * config::BLOCK_M;
-    u32* const turn = turn_at(p, head, padded);
-    const u32 thread = ptx::opaque(threadIdx.x) % config::WARPGROUP;
-    if constexpr (config::IS_DETERMINISTIC) {
-      if (thread == 0) {
-        const u32 before = rank_of(keys, walk.tile) * config::CONSUMERS;
-        while (ptx::ld_acquire_gpu_b32(turn) < before) {
-        }
-      }
-      ptx::bar_sync(OWN_BARRIER + consumer, config::WARPGROUP);
-    }
-    float* const to = p.dq_sum + (head * p.padded_rows + padded) * HEAD_DIM +
-                      i64(consumer * (SQUARES * SUM_EDGE * SUM_EDGE) + thread * 4);
-#pragma unroll
-    for (int j = 0; j < OWN_SUMS / 4; ++j) {
-      ptx::red_global_add_v4_f32<__CUDA_ARCH__>(to + j * config::WARPGROUP * 4, sums[j * 4],
-                                                sums[j * 4 + 1], sums[j * 4 + 2], sums[j * 4 + 3]);
-    }
-    // Both consumers have the sums of all rows.
-    if (config::HAS_ROW_SUMS && consumer == 0 && thread % 4 == 0) {
-      float* const row = p.row_sums + head * p.padded_rows + padded +
-                         i32(thread / WARP * WARP_KEYS + thread % WARP / 4);
-      ptx::red_global_add_f32(row, row_sums[0]);
-      ptx::red_global_add_f32(row + 8, row_sums[2]);
-    }
-    if constexpr (config::IS_DETERMINISTIC) {
-      ptx::fence_acq_rel_gpu();
-      ptx::bar_sync(OWN_BARRIER + consumer, config::WARPGROUP);
-      if (thread == 0) end_turn(turn);
-    }
+    hand(sums + SQUARE * SUMS, row_sums[0], row_sums[2]);
   }
 
-  // Lays weights and gradients of the scores of tile `count` down, starts dV and dQ when the other
-  // consumer has done so, and sees dV end.
-  __device__ void give(u32 count) {
-    differentiate_tile(count);
+  // Makes weights of the scores of tile `count` in `scores`, lays them down, and starts dV when the
+  // other consumer has done so.
+  __device__ void give_weights(u32 count, i32 row) {
+    weigh_tile(count, row, scores);
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) weights[i] = round_pair(scores[i * 2], scores[i * 2 + 1]);
     lay_down(block.weight_tile(count) + own_rows(), weights);
     ptx::fence_proxy_async_shared();
-    ptx::bar_sync(SLOPE_BARRIER, config::CONSUMERS * config::WARPGROUP);
+    ptx::bar_sync(WEIGHT_BARRIER, config::CONSUMERS * config::WARPGROUP);
     start_sum(value_sums, block.weight_tile(count), block.gradient_tile(count), count > 0);
-    start_rows(count);
-    ptx::wgmma_wait_group<1>();
-    release(block.gradients.empty_of(count));
   }
 
-  __device__ void start_keys(u32 count) {
+  // Lays the gradients of the scores of tile `count` down, and starts dQ and dK when the other
+  // consumer has done so.
+  __device__ void give_slopes(u32 count) {
+    differentiate_tile(count, scores, slopes);
+    ptx::fence_proxy_async_shared();
+    ptx::wgmma_wait_group<0>();
+    release(block.gradients.empty_of(count));
+    ptx::bar_sync(SLOPE_BARRIER, config::CONSUMERS * config::WARPGROUP);
+    start_rows(count);
     start_sum(key_sums, block.slope_tile(count), block.query_tile(count), count > 0);
   }
 
@@ -132,31 +110,39 @@ struct WideGradient : Scores {
     const u32 visits = u32(keys.visits(p));
     if (visits > 0) {
       Walk walk(keys);
-      start(one_of_warp(walk.tile * config::BLOCK_M));
+      i32 row = one_of_warp(walk.tile * config::BLOCK_M);
+      wait_keys<HEAD_DIM>(block.keys, block.keys_full);
+      block.queries.wait_full(0);
+      clear_past<HEAD_DIM>(block.query_tile(0), row);
+      start_scores(0, scores);
+      wait_keys<HEAD_DIM>(block.values, block.values_full);
+      take(0, row, slopes);
+      ptx::wgmma_wait_group<1>();
+      give_weights(0, row);
+      ptx::wgmma_wait_group<1>();
+      // A turn of the loop begins where dV is under way and nothing else: the compiler follows no
+      // other product around it.
 #pragma unroll 1
       for (u32 count = 1; count < visits; ++count) {
-        give(count - 1);
-        Walk next = walk;
-        next.next(keys);
-        const i32 row = one_of_warp(next.tile * config::BLOCK_M);
+        give_slopes(count - 1);
+        walk.next(keys);
+        row = one_of_warp(walk.tile * config::BLOCK_M);
         block.queries.wait_full(count);
         clear_past<HEAD_DIM>(block.query_tile(count), row);
-        start_scores(count);
-        ptx::wgmma_wait_group<1>();
-        add_sums(walk);
-        start_keys(count - 1);
-        take(count, row);
+        start_scores(count, scores);
         ptx::wgmma_wait_group<2>();
-        weigh_tile(count, row);
+        hand_sums<0>();
+        take(count, row, slopes);
         ptx::wgmma_wait_group<1>();
         release(block.queries.empty_of(count - 1));
-        ptx::wgmma_wait_group<0>();
-        walk = next;
+        give_weights(count, row);
+        hand_sums<1>();
+        ptx::wgmma_wait_group<1>();
       }
-      give(visits - 1);
-      start_keys(visits - 1);
+      give_slopes(visits - 1);
       ptx::wgmma_wait_group<1>();
-      add_sums(walk);
+      hand_sums<0>();
+      hand_sums<1>();
       ptx::wgmma_wait_group<0>();
     } else {
 #pragma unroll

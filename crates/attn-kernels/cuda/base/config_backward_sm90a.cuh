@@ -37,10 +37,14 @@ constexpr int BLOCK_N = IS_WIDE ? 64 : 128;
 constexpr int BLOCK_M = HEAD_DIM == 64 ? 128 : 64;
 // Of which a consumer has the scores.
 constexpr int SCORE_ROWS = IS_WIDE ? BLOCK_M / CONSUMERS : BLOCK_M;
+// dQ of a tile is so many squares of 64 x 64 sums of each consumer: of rows of its own where tiles
+// have rows for both, else of other columns than the other's.
+constexpr bool HAS_ROWS = BLOCK_M == 128;
+constexpr int SQUARES = IS_WIDE ? 2 : 1;
 // Tiles in flight. Queries are read from the first product of a tile to the last one, which runs
-// beside the first one of the next tile; there is no room for more than two wide ones.
+// beside the first one of the next tile; there is no room for more wide ones.
 constexpr int QUERY_STAGES = IS_WIDE ? 2 : 3;
-constexpr int GRADIENT_STAGES = 2;
+constexpr int GRADIENT_STAGES = IS_WIDE ? 1 : 2;
 constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
 
 // Registers of a thread: what the producer leaves is for the sums.

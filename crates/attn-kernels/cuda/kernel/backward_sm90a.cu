@@ -48,7 +48,7 @@ __device__ inline void backward_sm90a(const BackwardParams& p, const Maps& maps)
     ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
     const u32 warp = threadIdx.x / WARP;
     if (threadIdx.x == 0) copy_tiles(p, maps, block, keys);
-    if (!IS_WIDE && warp >= 1 && warp <= CONSUMERS) move_sums(p, block, keys, warp - 1);
+    if (warp >= 1 && warp <= CONSUMERS) move_sums(p, block, keys, warp - 1);
     return;
   }
   ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();

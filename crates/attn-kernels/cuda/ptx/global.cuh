@@ -80,15 +80,6 @@ __device__ inline void red_global_add_f32(float* to, float x) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
 }
 
-// red.relaxed.gpu.global.add.v4.f32, on 16 bytes. SM 90, as the next one.
-template <int ARCH>
-__device__ inline void red_global_add_v4_f32(float* to, float x, float y, float z, float w) {
-  static_assert(ARCH >= 900, "red.global.add.v4.f32 needs sm_90");
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x),
-               "f"(y), "f"(z), "f"(w)
-               : "memory");
-}
-
 // red.relaxed.gpu.global.add.v2.f32, on 8 bytes. SM 90: on an older one the call does not compile.
 template <int ARCH>
 __device__ inline void red_global_add_v2_f32(float* to, float x, float y) {

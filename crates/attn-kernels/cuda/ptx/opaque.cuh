@@ -29,4 +29,11 @@ __device__ void opaque_all(float (&x)[COUNT]) {
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
+// Forgets values: a product that writes them, and is told so at run time, else keeps them alive.
+template <int COUNT>
+__device__ void forget_all(float (&x)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "=f"(x[i]));
+}
+
 }  // namespace attn::ptx

@@ -7,6 +7,7 @@ use attn_core::{Bytes, HostCaps, Problem, Split, Tile};
 
 use super::config::{Config, Main, is_ordered};
 use super::space;
+use super::tiles::Tiles;
 use crate::cuda::config::code;
 use crate::spec::{Entry, KernelSpec};
 
@@ -23,9 +24,6 @@ const WIDE_TILES: &[Tile] = &[Tile { q: 64, kv: 64 }];
 
 /// A block has three warpgroups.
 const THREADS: u32 = 384;
-
-/// Tiles of the output's gradient in flight.
-const GRADIENT_STAGES: usize = 2;
 
 /// What `KeyTile` takes in `cuda/kernel/backward_sm90a.cu`.
 const STATIC_BYTES: usize = 80;
@@ -54,15 +52,16 @@ pub(crate) fn tiles(problem: &Problem) -> &'static [Tile] {
 fn dynamic_smem(problem: &Problem, tile: Tile) -> usize {
     let (dim, value_dim) = dims(problem);
     let is_wide = dim > MOST_OWN_DIM;
-    let query_stages = if is_wide { 2 } else { 3 };
-    let stages = query_stages * dim + GRADIENT_STAGES * value_dim;
+    // Tiles of queries and of the output's gradient in flight.
+    let (query_stages, gradient_stages) = if is_wide { (2, 1) } else { (3, 2) };
+    let stages = query_stages * dim + gradient_stages * value_dim;
     let pairs = if is_wide { 4 } else { 2 } * tile.kv;
     let halves = tile.kv * (dim + value_dim) + tile.q * (stages + pairs);
     // Sums of dQ, and of 64 rows a warpgroup.
-    let sums = if is_wide { 0 } else { tile.q * dim + 2 * 64 };
-    let numbers = sums + tile.q * (query_stages + GRADIENT_STAGES);
+    let sums = 2 * (64 * 64 + 64);
+    let numbers = sums + tile.q * (query_stages + gradient_stages);
     let ones = if is_wide { 128 } else { 2048 };
-    let barriers = 2 + 2 * (query_stages + GRADIENT_STAGES);
+    let barriers = 2 + 2 * (query_stages + gradient_stages);
     1024 + 2 * halves + ones + 4 * numbers + 8 * barriers
 }
 
@@ -101,12 +100,19 @@ pub(crate) fn config(problem: &Problem, tile: Tile) -> Config {
 /// What of a Hopper's second-level cache, 50 MiB, is for rows.
 const SECTION_BYTES: usize = 40 << 20;
 
-/// KV heads whose blocks run side by side: as many as leave the rows of a query head of each, with their gradients and
-/// sums, in the second-level cache. All blocks of a head read them.
-pub(crate) fn section(problem: &Problem, config: &Config) -> usize {
+/// KV heads whose blocks run side by side, of all sequences where they are equal: as many as leave the rows of a query
+/// head of each, with their gradients and sums, in the second-level cache, which all blocks of a head read. A number that
+/// divides theirs is preferred: a last section of few heads would end with long blocks and idle multiprocessors.
+pub(super) fn section(problem: &Problem, config: &Config, tiles: &Tiles) -> usize {
     let row = 2 * (problem.head_dim() + problem.value_dim()) + 4 * config.dq_dim;
     let head = problem.lengths().longest_q().saturating_mul(row).max(1);
-    (SECTION_BYTES / head).clamp(1, 1 << 10)
+    let most = (SECTION_BYTES / head).clamp(1, 1 << 10);
+    let sequences = if tiles.uniform.is_some() { problem.lengths().batch() } else { 1 };
+    let heads = problem.kv_heads().saturating_mul(sequences).max(1);
+    if heads <= most {
+        return most;
+    }
+    (most / 2 + 1..=most).rev().find(|width| heads % width == 0).unwrap_or(most)
 }
 
 #[cfg(test)]
@@ -134,12 +140,16 @@ mod tests {
 
     #[test]
     fn sections_hold_as_many_heads_as_the_cache_has_room_for() {
-        let of = |rows: usize| {
-            let spec = ProblemSpec::new(DType::BF16, 8, 8, 128, &[rows], &[rows]);
+        let of = |rows: usize, heads: usize, lens: usize| {
+            let (q, kv) = (vec![rows; lens], vec![rows; lens]);
+            let spec = ProblemSpec::new(DType::BF16, heads, heads, 128, &q, &kv);
             let problem = Problem::new(spec).expect("valid");
-            section(&problem, &config(&problem, TILES[0]))
+            let config = config(&problem, TILES[0]);
+            section(&problem, &config, &Tiles::new(&problem, &config).expect("countable"))
         };
-        assert_eq!((of(0), of(2048), of(8192), of(1 << 17)), (1 << 10, 20, 5, 1));
+        assert_eq!([of(0, 8, 1), of(2048, 23, 1), of(1 << 17, 8, 1)], [1 << 10, 20, 1]);
+        // Of 5, 4 divides the heads of all sequences; of 5, nothing above half of it divides 23.
+        assert_eq!([of(8192, 8, 1), of(8192, 16, 2), of(8192, 23, 1)], [4, 4, 5]);
     }
 
     #[test]

@@ -126,7 +126,7 @@ fn template(problem: &Problem, config: &Config, tiles: &Tiles) -> Result<Backwar
     }
     if config.has_maps {
         flags |= SUMS_IN_FOURS;
-        call.section = as_i32("heads of a section", hopper::section(problem, config))?;
+        call.section = as_i32("heads of a section", hopper::section(problem, config, tiles))?;
     }
     if config.main == Main::Tiled && config::is_general(problem) {
         flags |= NATURAL;
