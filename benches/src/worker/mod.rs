@@ -38,8 +38,8 @@ PEERS_TARGET_MS (timed milliseconds), ATTN_KERNEL (switch the other kernels off)
 the plan's tile), ATTN_SPLITS (parts of the keys), ATTN_DECODE_MORE (decode over more pages and caches)."
 )]
 pub(crate) struct Args {
-    /// Only contestants of ours whose name contains this; they are `attn`, `attn_p16` and `attn_p64`, and where
-    /// `ATTN_DECODE_MORE` is set also `attn_p1` to `attn_p256`, `attn_fp8_p16`, `attn_invariant_p16` and `attn_rows8_p16`.
+    /// Only contestants of ours whose name contains this; they are `attn`, `attn_p16` and `attn_p64`, for gradients
+    /// `attn_determ` and for some of them `attn_sm80`, and where `ATTN_DECODE_MORE` is set also `attn_p1` to `attn_p256`, `attn_fp8_p16`, `attn_invariant_p16` and `attn_rows8_p16`.
     #[arg(long, default_value = "")]
     only: String,
 }
@@ -236,8 +236,15 @@ fn contestants(section: &str, case: &Case, has_more: bool) -> Result<Vec<Contest
     }
     match section {
         "bwd" => {
-            let lens = vec![case.tokens()?; case.batch()?];
-            Ok(gradients(&Question::dense(case.heads()?, &lens, &lens, case.is_causal()?)))
+            let (heads, tokens) = (case.heads()?, case.tokens()?);
+            let lens = vec![tokens; case.batch()?];
+            let forward = Question::dense(heads, &lens, &lens, case.is_causal()?);
+            let mut all = gradients(&forward);
+            if is_answered_portably(heads, tokens) {
+                let question = backward::question(forward, false).by("cuda_backward");
+                all.push(("attn_sm80", question));
+            }
+            Ok(all)
         }
         "check" => checked(case.kind.as_deref()),
         "ceil" => Err("not measured here".to_owned()),
@@ -290,6 +297,13 @@ fn contestants(section: &str, case: &Case, has_more: bool) -> Result<Vec<Contest
 fn gradients(forward: &Question) -> Vec<Contestant> {
     let question = |is_deterministic| backward::question(forward.clone(), is_deterministic);
     vec![("attn", question(false)), ("attn_determ", question(true))]
+}
+
+/// Whether a case of the section `bwd` is answered by the kernel for `sm_80` too, beside PyTorch's `FLASH_ATTENTION`, which is
+/// for `sm_80` as well. A row of each of two head dims says how they compare; more would take time from the other contestants.
+fn is_answered_portably(heads: Heads, tokens: usize) -> bool {
+    let rows = [Heads { q: 16, kv: 16, dim: 128 }, Heads { q: 32, kv: 32, dim: 64 }];
+    tokens == 8192 && rows.contains(&heads)
 }
 
 /// One query row a sequence.
@@ -383,6 +397,7 @@ mod tests {
     use attn_core::{DType, Problem};
 
     use super::*;
+    use crate::device::tests::hopper;
 
     fn ask(section: &str, fields: Value) -> Result<Vec<Contestant>, String> {
         let mut case = json!({ "id": "x" });
@@ -427,6 +442,24 @@ mod tests {
         assert_eq!(names("latency", with("decode")), ["attn", "attn_p64"]);
         for kind in ["prefill", "window", "varlen", "fp8", "blocksparse"] {
             assert_eq!(names("check", with(kind)), ["attn"], "{kind}");
+        }
+    }
+
+    #[test]
+    fn portable_gradients_are_of_one_length_and_one_kernel() {
+        let row = |tokens: usize, heads: usize, dim: usize| json!({ "B": 2, "S": tokens, "Hq": heads, "Hkv": heads, "D": dim, "causal": true });
+        for (heads, dim) in [(16, 128), (32, 64)] {
+            assert_eq!(names("bwd", row(8192, heads, dim)), ["attn", "attn_determ", "attn_sm80"]);
+            let kernels =
+                ask("bwd", row(8192, heads, dim)).unwrap().into_iter().map(|(_, asked)| {
+                    let problem = Problem::new(asked.spec).unwrap();
+                    attn_select::choose(&problem, &hopper(), Gpu::catalogue()).unwrap().kernel
+                });
+            let hoppers = "cuda_backward_sm90a";
+            assert_eq!(kernels.collect::<Vec<_>>(), [hoppers, hoppers, "cuda_backward"]);
+        }
+        for other in [row(2048, 16, 128), row(16384, 32, 64), row(8192, 8, 256)] {
+            assert_eq!(names("bwd", other), ["attn", "attn_determ"]);
         }
     }
 

@@ -79,6 +79,12 @@ impl Question {
         self
     }
 
+    /// The same call by one kernel, whatever selection would take.
+    pub(super) fn by(mut self, kernel: &str) -> Self {
+        self.spec.options.disabled_kernels = all_but(Gpu::catalogue(), kernel);
+        self
+    }
+
     /// The same call with keys and values in the pool.
     pub(super) fn pooled(mut self, bytes: f64) -> Self {
         self.pooled = Some(bytes);
@@ -168,7 +174,8 @@ impl Planner {
     pub(super) fn plan(&self, problem: &Problem) -> Result<Plan, String> {
         let mut spec = problem.spec().clone();
         if let Some(kernel) = &self.kernel {
-            spec.options.disabled_kernels = self.all_but(kernel);
+            // Not in place of the question's own: a contestant of one kernel is never answered by another.
+            spec.options.disabled_kernels.extend(all_but(self.catalogue, kernel));
         }
         if self.splits.is_some() {
             spec.options.num_splits = self.splits;
@@ -187,7 +194,7 @@ impl Planner {
 
     /// The plan of one kernel.
     pub(super) fn by(&self, kernel: &str, mut spec: ProblemSpec) -> Result<Plan, String> {
-        spec.options.disabled_kernels = self.all_but(kernel);
+        spec.options.disabled_kernels = all_but(self.catalogue, kernel);
         self.choose(spec)
     }
 
@@ -200,11 +207,12 @@ impl Planner {
         let problem = Problem::new(spec).map_err(|error| error.to_string())?;
         attn_select::choose(&problem, &self.caps, self.catalogue).map_err(|error| error.to_string())
     }
+}
 
-    fn all_but(&self, kernel: &str) -> Vec<String> {
-        let names = self.catalogue.iter().map(|kernel| kernel.name);
-        names.filter(|&name| name != kernel).map(str::to_owned).collect()
-    }
+/// The names of every kernel but one.
+fn all_but(catalogue: &[KernelDesc], kernel: &str) -> Vec<String> {
+    let names = catalogue.iter().map(|kernel| kernel.name);
+    names.filter(|&name| name != kernel).map(str::to_owned).collect()
 }
 
 fn parse_tile(text: &str) -> Result<Tile, String> {
