@@ -1,16 +1,18 @@
 //! What a layer asks of its attention: a forward whose gradients can be had later.
 //!
 //! The invariant: an implementation keeps between the two what it alone needs (an LSE, or a matrix of weights) and says how
-//! many bytes that is; queries, keys, values and the output are the layer's. Another engine, a device's among them, is
-//! another implementation, and neither layer nor report knows which one runs.
+//! many bytes that is; queries, keys, values and the output are the layer's, in f32. What computes in another type rounds what
+//! it is given. Another engine is another implementation, which the layer does not know from any other.
 
 use attn_core::{
-    Dropout, Error, Inputs, Pass, Problem, ProblemSpec, TensorView, TensorViewMut, View, ViewMut,
+    DType, Dropout, Error, Inputs, Pass, Plan, Problem, ProblemSpec, TensorView, TensorViewMut,
+    View, ViewMut,
 };
+use half::bf16;
 
 use super::TrainError;
 
-/// The causal self-attention of a layer, in f32, over packed sequences.
+/// The causal self-attention of a layer over packed sequences.
 ///
 /// Shapes: q, o `[tokens, heads, dim]`, k, v `[tokens, kv_heads, dim]`.
 #[derive(Debug, Clone)]
@@ -25,6 +27,8 @@ pub(super) struct Shape {
     pub(super) dim: usize,
     /// Probability that a weight is dropped.
     pub(super) dropout: f32,
+    /// What queries, keys, values and output are rounded to: f32, which is nothing, or bf16.
+    pub(super) dtype: DType,
 }
 
 impl Shape {
@@ -54,9 +58,8 @@ impl Shape {
 
     /// The call as a problem.
     pub(super) fn problem(&self, pass: Pass) -> Result<Problem, Error> {
-        let element = attn_core::DType::F32;
         let (l, dim) = (&self.lengths, self.dim);
-        let mut spec = ProblemSpec::new(element, self.heads, self.kv_heads, dim, l, l);
+        let mut spec = ProblemSpec::new(self.dtype, self.heads, self.kv_heads, dim, l, l);
         (spec.pass, spec.causal, spec.alibi) = (pass, true, true);
         spec.dropout = Some(Dropout { p: self.dropout });
         Problem::new(spec)
@@ -76,20 +79,73 @@ pub(super) struct Data<'a> {
 }
 
 impl<'a> Data<'a> {
+    /// The same in the type of a problem.
+    pub(super) fn rounded(&self, problem: &Problem) -> Rounded<'a> {
+        let of = |values| Values::new(values, problem);
+        Rounded { q: of(self.q), k: of(self.k), v: of(self.v), data: *self }
+    }
+}
+
+/// The data of one call in the type of its problem.
+#[derive(Debug)]
+pub(super) struct Rounded<'a> {
+    q: Values<'a>,
+    k: Values<'a>,
+    v: Values<'a>,
+    data: Data<'a>,
+}
+
+impl Rounded<'_> {
     /// The same as an engine takes it.
-    pub(super) fn inputs(&self, problem: &Problem) -> Result<Inputs<'a>, Error> {
+    pub(super) fn inputs(&self, problem: &Problem) -> Result<Inputs<'_>, Error> {
         let (heads, kv_heads) = (problem.q_heads(), problem.kv_heads());
         let mut inputs = Inputs::dense(
-            rows("q", self.q, heads, problem)?,
-            rows("k", self.k, kv_heads, problem)?,
-            rows("v", self.v, kv_heads, problem)?,
+            self.q.rows("q", heads, problem)?,
+            self.k.rows("k", kv_heads, problem)?,
+            self.v.rows("v", kv_heads, problem)?,
         );
-        inputs.alibi = Some(View::contiguous("alibi", self.slopes, &[heads])?);
+        inputs.alibi = Some(View::contiguous("alibi", self.data.slopes, &[heads])?);
         if problem.dropout().is_some() {
-            inputs.dropout = Some(View::contiguous("dropout", self.stream, &[2])?);
+            inputs.dropout = Some(View::contiguous("dropout", self.data.stream, &[2])?);
         }
         Ok(inputs)
     }
+}
+
+/// Rows of a tensor in the type of a problem: the layer's own in f32, a copy in bf16.
+#[derive(Debug)]
+pub(super) enum Values<'a> {
+    F32(&'a [f32]),
+    BF16(Vec<bf16>),
+}
+
+impl<'a> Values<'a> {
+    /// A problem of any third type gets f32, which its own check of the call refuses.
+    pub(super) fn new(values: &'a [f32], problem: &Problem) -> Self {
+        match problem.q_dtype() {
+            DType::BF16 => Self::BF16(narrow(values)),
+            _ => Self::F32(values),
+        }
+    }
+
+    /// The rows of a packed tensor of some heads.
+    pub(super) fn rows(
+        &self,
+        field: &'static str,
+        heads: usize,
+        problem: &Problem,
+    ) -> Result<TensorView<'_>, Error> {
+        let shape = rows_shape(heads, problem);
+        Ok(match self {
+            Self::F32(values) => TensorView::F32(View::contiguous(field, values, &shape)?),
+            Self::BF16(values) => TensorView::BF16(View::contiguous(field, values, &shape)?),
+        })
+    }
+}
+
+/// Values rounded to bf16.
+pub(super) fn narrow(values: &[f32]) -> Vec<bf16> {
+    values.iter().map(|&x| bf16::from_f32(x)).collect()
 }
 
 /// Where the gradients of a call go.
@@ -114,6 +170,16 @@ pub(super) trait Attention {
     /// What the report calls it.
     fn name(&self) -> &'static str;
 
+    /// Where it runs, as the report says it.
+    fn engine(&self) -> &'static str {
+        "cpu"
+    }
+
+    /// The plans of its passes, if it has any.
+    fn plans(&self) -> Vec<&Plan> {
+        Vec::new()
+    }
+
     /// Computes the output, and keeps what the gradients need.
     fn forward(&mut self, data: &Data<'_>, o: &mut [f32]) -> Result<(), TrainError>;
 
@@ -130,14 +196,14 @@ pub(super) trait Attention {
     fn memory(&self) -> Memory;
 }
 
-/// Rows of a packed tensor of some heads.
+/// Rows of a packed tensor of some heads, in f32.
 pub(super) fn rows<'a>(
     field: &'static str,
     values: &'a [f32],
     heads: usize,
     problem: &Problem,
 ) -> Result<TensorView<'a>, Error> {
-    let shape = [problem.lengths().total_q(), heads, problem.head_dim()];
+    let shape = rows_shape(heads, problem);
     Ok(TensorView::F32(View::contiguous(field, values, &shape)?))
 }
 
@@ -148,6 +214,11 @@ pub(super) fn rows_mut<'a>(
     heads: usize,
     problem: &Problem,
 ) -> Result<TensorViewMut<'a>, Error> {
-    let shape = [problem.lengths().total_q(), heads, problem.head_dim()];
+    let shape = rows_shape(heads, problem);
     Ok(TensorViewMut::F32(ViewMut::contiguous(field, values, &shape)?))
+}
+
+/// The shape of a packed tensor of some heads; there are as many keys as query rows.
+pub(super) fn rows_shape(heads: usize, problem: &Problem) -> [usize; 3] {
+    [problem.lengths().total_q(), heads, problem.head_dim()]
 }

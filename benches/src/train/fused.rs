@@ -1,14 +1,13 @@
-//! Attention by the engine: its forward keeps an LSE, its backward recomputes the scores.
+//! Attention by the CPU engine: its forward keeps an LSE, its backward recomputes the scores.
 //!
 //! The invariant: the plans are made once and serve every step, dropout included, because seed and offset are data.
 
-use attn_core::{
-    DeviceCaps, Error, ForwardResults, Gradients, Outputs, Pass, Plan, Problem, View, ViewMut,
-};
+use attn_core::{Error, ForwardResults, Gradients, Outputs, Plan, Problem, View, ViewMut};
 use attn_kernels::cpu::{CpuEngine, Workspace};
 
 use super::TrainError;
 use super::attention::{Attention, Data, DataGradients, Memory, Shape, rows, rows_mut};
+use super::engine::plans;
 
 /// The CPU engine as a layer's attention.
 #[derive(Debug)]
@@ -22,25 +21,11 @@ pub(super) struct Fused<'e> {
 
 impl<'e> Fused<'e> {
     pub(super) fn new(engine: &'e CpuEngine, shape: &Shape) -> Result<Self, TrainError> {
-        let caps = engine.caps();
-        Ok(Self {
-            engine,
-            forward: plan(&shape.problem(Pass::Forward)?, &caps)?,
-            backward: plan(&shape.problem(Pass::Backward)?, &caps)?,
-            lse: vec![0.0; shape.tokens() * shape.heads],
-            workspace: Workspace::new(),
-        })
+        let kernels = attn_kernels::catalog_of(attn_core::Engine::Cpu);
+        let [forward, backward] = plans(shape, &engine.caps(), kernels)?;
+        let lse = vec![0.0; shape.tokens() * shape.heads];
+        Ok(Self { engine, forward, backward, lse, workspace: Workspace::new() })
     }
-
-    /// The plans of both passes.
-    pub(super) const fn plans(&self) -> [&Plan; 2] {
-        [&self.forward, &self.backward]
-    }
-}
-
-fn plan(problem: &Problem, caps: &DeviceCaps) -> Result<Plan, TrainError> {
-    let kernels = attn_kernels::catalog_of(attn_core::Engine::Cpu);
-    Ok(attn_select::choose(problem, caps, kernels)?)
 }
 
 fn lse_shape(problem: &Problem) -> [usize; 2] {
@@ -52,11 +37,16 @@ impl Attention for Fused<'_> {
         "fused"
     }
 
+    fn plans(&self) -> Vec<&Plan> {
+        vec![&self.forward, &self.backward]
+    }
+
     fn forward(&mut self, data: &Data<'_>, o: &mut [f32]) -> Result<(), TrainError> {
         let problem = &self.forward.problem;
         let lse = ViewMut::contiguous("lse", &mut self.lse, &lse_shape(problem))?;
         let o = rows_mut("o", o, problem.q_heads(), problem)?;
         let mut outputs = Outputs { o, lse: Some(lse) };
+        let data = data.rounded(problem);
         let inputs = data.inputs(problem)?;
         Ok(self.engine.forward(&self.forward, &inputs, &mut outputs, &mut self.workspace)?)
     }
@@ -84,6 +74,7 @@ impl Attention for Fused<'_> {
             dsinks: None,
             dbias: None,
         };
+        let data = data.rounded(problem);
         let inputs = data.inputs(problem)?;
         let workspace = &mut self.workspace;
         Ok(self.engine.backward(&self.backward, &inputs, &results, &mut gradients, workspace)?)

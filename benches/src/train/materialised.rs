@@ -2,9 +2,9 @@
 //!
 //! The invariant: the weights of every head and pair are written by the forward and read by the backward, as automatic
 //! differentiation would have it; products are the same library's as the layer's projections, and rows are shared among
-//! the same threads. Dropout is not stored: its mask is a function of the place.
+//! the same threads. It computes in f32 on the host, whatever type and place the others have. Dropout is not stored: its mask is a function of the place.
 
-use attn_core::{Band, DropoutMask, Inputs, Pass, Problem};
+use attn_core::{Band, DType, DropoutMask, Pass, Problem};
 use rayon::prelude::*;
 
 use super::TrainError;
@@ -40,10 +40,11 @@ struct Head {
 impl Materialised {
     pub(super) fn new(shape: &Shape) -> Result<Self, TrainError> {
         let pairs = shape.lengths.iter().map(|len| len * len * shape.heads).sum();
+        let shape = Shape { dtype: DType::F32, ..shape.clone() };
         let longest = shape.lengths.iter().max().map_or(0, |len| len * len);
         Ok(Self {
-            shape: shape.clone(),
             problem: shape.problem(Pass::Forward)?,
+            shape,
             weights: vec![0.0; pairs],
             dropped: vec![0.0; longest],
             gradients: vec![0.0; longest],
@@ -64,8 +65,8 @@ impl Materialised {
     }
 
     fn mask(&self, data: &Data<'_>) -> Result<Option<DropoutMask>, TrainError> {
-        let inputs: Inputs<'_> = data.inputs(&self.problem)?;
-        Ok(inputs.dropout_of(&self.problem))
+        let data = data.rounded(&self.problem);
+        Ok(data.inputs(&self.problem)?.dropout_of(&self.problem))
     }
 }
 

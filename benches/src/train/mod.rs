@@ -4,12 +4,15 @@
 //! reference, by the error rule for the attention's and beside a materialised layer's for every weight; what follows is the loss of each step,
 //! which must fall, and the time and the bytes of the whole layer, with the attention recomputed and with its matrix in memory.
 //!
-//! It runs on the CPU engine. [`attention::Attention`] is where another engine comes in: the layer, the check and the
-//! report take any.
+//! The attention runs on the CPU engine or on a CUDA device, the rest of the layer on the host. [`attention::Attention`] is where
+//! an engine comes in: the layer, the check and the report take any.
 
 mod adam;
 mod attention;
+mod baseline;
 mod cost;
+mod cuda;
+mod engine;
 mod fused;
 mod gradients;
 mod layer;
@@ -19,18 +22,20 @@ mod reference;
 
 use std::io::{self, Write};
 
-use attn_kernels::cpu::CpuEngine;
 use attn_reference::random::Random;
 
 use adam::Adam;
 use attention::Shape;
-use fused::Fused;
+use engine::{Backend, Engine};
 use layer::Layer;
 use network::{Batch, Parameters, step};
 
 /// Options of `attn-bench train-step`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
+    /// Where the attention runs.
+    #[arg(long, value_enum, default_value_t = Backend::Cpu)]
+    backend: Backend,
     /// Training steps.
     #[arg(long, default_value_t = 60)]
     steps: u32,
@@ -112,24 +117,25 @@ const EXPANSION: usize = 4;
 /// Checks, trains and times.
 pub(crate) fn run(args: &Args) -> Result<(), TrainError> {
     let out = &mut io::stdout().lock();
-    let engine = CpuEngine::new()?;
     let shape = shape(args, &args.lengths)?;
+    let engine = Engine::open(args.backend)?;
+    writeln!(out, "attention on {}, in {}", engine.describe(), shape.dtype)?;
     let mut random = Random::new(args.seed);
     let layer = Layer::new(shape.clone(), EXPANSION * shape.width());
     let batch = Batch::sums(&args.lengths, VOCABULARY, &mut random);
     let mut parameters = Parameters::random(&layer, VOCABULARY, &mut random);
-    let mut attention = Fused::new(&engine, &shape)?;
+    let mut attention = engine.attention(&shape)?;
     for plan in attention.plans() {
         writeln!(out, "{plan}")?;
     }
-    gradients::check(out, &layer, &parameters, &mut attention, &[args.seed, 0], &batch)?;
+    gradients::check(out, &layer, &parameters, &mut *attention, &[args.seed, 0], &batch)?;
 
     let mut adam = Adam::new(&parameters, 3e-3);
     let mut losses = Vec::new();
     for n in 0..args.steps {
         // One layer: the step alone tells its calls apart.
         let stream = [args.seed, u64::from(n)];
-        let (loss, mut gradients) = step(&layer, &parameters, &mut attention, &stream, &batch)?;
+        let (loss, mut gradients) = step(&layer, &parameters, &mut *attention, &stream, &batch)?;
         adam.step(&mut parameters, &mut gradients);
         losses.push(loss);
         if n % 10 == 0 || n + 1 == args.steps {
@@ -151,7 +157,8 @@ fn shape(args: &Args, lengths: &[usize]) -> Result<Shape, TrainError> {
         return refuse("heads", "a multiple of kv-heads, both at least one", got);
     }
     let Args { heads, kv_heads, dim, dropout, .. } = *args;
-    let shape = Shape { lengths: lengths.to_vec(), heads, kv_heads, dim, dropout };
+    let dtype = args.backend.dtype();
+    let shape = Shape { lengths: lengths.to_vec(), heads, kv_heads, dim, dropout, dtype };
     // Sizes and rate are refused in the problem's own words.
     shape.problem(attn_core::Pass::Backward)?;
     Ok(shape)

@@ -1,12 +1,13 @@
 //! Attention by the f64 reference, for the gradients that the others must match.
 //!
-//! The invariant: nothing but the last rounding to f32 is lost here.
+//! The invariant: of what the shape's type leaves of queries, keys, values and the output's gradient, nothing but the last
+//! rounding to f32 is lost here.
 
 use attn_core::{Pass, Problem};
 use attn_reference::naive;
 
 use super::TrainError;
-use super::attention::{Attention, Data, DataGradients, Memory, Shape, rows};
+use super::attention::{Attention, Data, DataGradients, Memory, Shape, Values};
 
 /// The reference as a layer's attention; it keeps nothing.
 #[derive(Debug)]
@@ -22,8 +23,9 @@ impl Reference {
     }
 }
 
+/// Rounds to f32.
 #[expect(clippy::cast_possible_truncation, reason = "the rounding to f32 is meant")]
-fn write(to: &mut [f32], from: &[f64]) {
+pub(super) fn write(to: &mut [f32], from: &[f64]) {
     for (to, from) in to.iter_mut().zip(from) {
         *to = *from as f32;
     }
@@ -35,6 +37,7 @@ impl Attention for Reference {
     }
 
     fn forward(&mut self, data: &Data<'_>, o: &mut [f32]) -> Result<(), TrainError> {
+        let data = data.rounded(&self.forward);
         write(o, &naive::forward_f64(&self.forward, &data.inputs(&self.forward)?)?.o);
         Ok(())
     }
@@ -47,7 +50,8 @@ impl Attention for Reference {
         gradients: DataGradients<'_>,
     ) -> Result<(), TrainError> {
         let problem = &self.backward;
-        let d_o = rows("do", d_o, problem.q_heads(), problem)?;
+        let (data, d_o) = (data.rounded(problem), Values::new(d_o, problem));
+        let d_o = d_o.rows("do", problem.q_heads(), problem)?;
         let got = naive::backward_f64(problem, &data.inputs(problem)?, &d_o)?;
         write(gradients.dq, &got.dq);
         write(gradients.dk, &got.dk);
