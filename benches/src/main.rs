@@ -15,6 +15,7 @@ mod model;
 mod peers;
 #[cfg(test)]
 mod support;
+mod sweep;
 mod train;
 mod validate;
 mod worker;
@@ -50,6 +51,8 @@ enum Verb {
     Peers(peers::Args),
     /// Time a decode step that attends to new keys and stores them in one launch, beside two, on the first CUDA device.
     StepBench(worker::step::Args),
+    /// Time a suite of shapes on the CPU engine, each checked first, into a record that can be taken up.
+    Sweep(sweep::Args),
     /// Train a small causal transformer block, its attention by recomputation and by a score matrix.
     TrainStep(train::Args),
     /// Judge engines, instruction sets and strategies by the error rule, and record it.
@@ -73,6 +76,7 @@ fn main() -> ExitCode {
         Verb::StepBench(args) => worker::step::run(&args).map_err(failed),
         Verb::Memory(args) => memory::run(&args).map_err(failed),
         Verb::Peers(args) => peers::run(&args).map_err(failed),
+        Verb::Sweep(args) => sweep::run(&args).map_err(failed),
         Verb::TrainStep(args) => train::run(&args).map_err(failed),
         Verb::Validate(args) => validate::run(&args).map_err(failed),
         Verb::Worker(args) => worker::run(&args).map_err(failed),

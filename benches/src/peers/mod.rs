@@ -7,7 +7,7 @@
 #[cfg(feature = "peers")]
 mod candle;
 mod case;
-mod ceiling;
+pub(crate) mod ceiling;
 mod ours;
 mod torch;
 
