@@ -3,7 +3,6 @@
 //! The invariant: rows are appended whole and never changed, so that a run which is cut short loses at most the point that
 //! it was at; a record is taken up again only on the same machine and by the same suite, for its ratios are of one run each.
 
-use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
@@ -62,7 +61,6 @@ pub(crate) enum RecordError {
 pub(crate) struct Record {
     file: Option<(PathBuf, File)>,
     rows: Vec<Row>,
-    known: BTreeSet<String>,
 }
 
 impl Record {
@@ -75,7 +73,7 @@ impl Record {
         machine: &Machine,
         suite: &Suite,
     ) -> Result<Self, RecordError> {
-        let mut record = Self { file: None, rows: Vec::new(), known: BTreeSet::new() };
+        let mut record = Self { file: None, rows: Vec::new() };
         let Some(path) = path else { return Ok(record) };
         let failed = |source| RecordError::Io { path: path.to_owned(), source };
         let header = json!({ "machine": machine, "suite": suite });
@@ -104,9 +102,7 @@ impl Record {
                 let there = serde_json::from_str(line).map_err(wrong)?;
                 same(path, header, &there)?;
             } else {
-                let row: Row = serde_json::from_str(line).map_err(wrong)?;
-                self.known.insert(row.id.clone());
-                self.rows.push(row);
+                self.rows.push(serde_json::from_str(line).map_err(wrong)?);
             }
         }
         Ok(())
@@ -114,20 +110,19 @@ impl Record {
 
     /// Whether a point has its row.
     pub(crate) fn has(&self, id: &str) -> bool {
-        self.known.contains(id)
+        self.rows.iter().any(|row| row.id == id)
     }
 
     /// Adds a row.
     ///
     /// # Errors
-    /// [`RecordError::Io`]; the row is then not counted as known.
+    /// [`RecordError::Io`]; the row is then not among those known.
     pub(crate) fn add(&mut self, row: Row) -> Result<(), RecordError> {
         if let Some((path, file)) = &mut self.file {
             writeln!(file, "{}", json!(row))
                 .and_then(|()| file.flush())
                 .map_err(|source| RecordError::Io { path: path.clone(), source })?;
         }
-        self.known.insert(row.id.clone());
         self.rows.push(row);
         Ok(())
     }

@@ -8,7 +8,7 @@ use attn_reference::materialised::{self, Evaluation};
 
 use super::TrainError;
 use super::attention::{Attention, Data, DataGradients, Memory, Shape, Values};
-use super::reference::write;
+use super::reference::{write, write_gradients};
 
 /// The baseline as a layer's attention; it keeps nothing.
 #[derive(Debug)]
@@ -53,9 +53,7 @@ impl Attention for Baseline {
         let d_o = d_o.rows("do", problem.q_heads(), problem)?;
         let inputs = data.inputs(problem)?;
         let got = materialised::backward(problem, &inputs, &d_o, self.evaluation)?;
-        write(gradients.dq, &got.dq);
-        write(gradients.dk, &got.dk);
-        write(gradients.dv, &got.dv);
+        write_gradients(gradients, &got);
         Ok(())
     }
 

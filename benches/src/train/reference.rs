@@ -4,7 +4,7 @@
 //! rounding to f32 is lost here.
 
 use attn_core::{Pass, Problem};
-use attn_reference::naive;
+use attn_reference::{ReferenceGradients, naive};
 
 use super::TrainError;
 use super::attention::{Attention, Data, DataGradients, Memory, Shape, Values};
@@ -31,6 +31,13 @@ pub(super) fn write(to: &mut [f32], from: &[f64]) {
     }
 }
 
+/// The same of the gradients of a call.
+pub(super) fn write_gradients(to: DataGradients<'_>, from: &ReferenceGradients) {
+    write(to.dq, &from.dq);
+    write(to.dk, &from.dk);
+    write(to.dv, &from.dv);
+}
+
 impl Attention for Reference {
     fn name(&self) -> &'static str {
         "reference"
@@ -53,9 +60,7 @@ impl Attention for Reference {
         let (data, d_o) = (data.rounded(problem), Values::new(d_o, problem));
         let d_o = d_o.rows("do", problem.q_heads(), problem)?;
         let got = naive::backward_f64(problem, &data.inputs(problem)?, &d_o)?;
-        write(gradients.dq, &got.dq);
-        write(gradients.dk, &got.dk);
-        write(gradients.dv, &got.dv);
+        write_gradients(gradients, &got);
         Ok(())
     }
 
